@@ -1,0 +1,94 @@
+"""The C++ extension and the package layout; everything that is plain data is in pyproject.toml.
+
+The extension is optional: where it cannot be built the install still succeeds, with a warning, and pydml runs on
+plain PyTorch. Environment variables:
+
+PYDML_REQUIRE_EXT=1   fail where the extension cannot be built
+PYDML_NO_EXT=1        do not build it
+PYDML_SANITIZE=...    instrument it: ``address,undefined`` or ``thread``
+MAX_JOBS=2            files compiled at once
+"""
+
+import os
+import sys
+import sysconfig
+from glob import glob
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-fno-trapping-math"]
+# Without it at::parallel_for, a template in torch's headers, silently runs on one thread.
+FLAGS += ["-fopenmp"]
+LINK_FLAGS = ["-fopenmp"]
+if sanitizers := os.environ.get("PYDML_SANITIZE"):
+    LINK_FLAGS += [f"-fsanitize={sanitizers}"]
+    FLAGS += ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", f"-fsanitize={sanitizers}"]
+else:
+    # No -march: kernels choose their instruction set at run time. -g0 undoes Python's own -g.
+    FLAGS += ["-O3", "-g0"]
+
+
+def wanted(variable):
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
+def give_up(error):
+    """Warn that there will be no extension, or raise if it was asked for."""
+    if wanted("PYDML_REQUIRE_EXT"):
+        raise RuntimeError(f"PYDML_REQUIRE_EXT is set, but the C++ extension was not built: {error}") from error
+    print(
+        f"WARNING: pydml's C++ extension was not built: {error}\n"
+        "WARNING: pydml works without it, on plain PyTorch, only slower. To get it, install torch and a C++20 compiler "
+        "(g++ 11 or newer), then run pip install --no-build-isolation again.",
+        file=sys.stderr,
+    )
+
+
+def extension():
+    """Arguments for ``setup`` that build ``pydml._C``; none where it is not wanted or torch is not there."""
+    if wanted("PYDML_NO_EXT"):
+        return {}
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+    except ImportError as error:
+        give_up(error)
+        return {}
+
+    class OptionalBuild(BuildExtension):
+        def build_extensions(self):
+            try:
+                super().build_extensions()
+            except Exception as error:  # torch, ninja and setuptools each raise their own
+                give_up(error)
+                # A library left from an earlier build must not be taken for this one.
+                for root in [self.build_lib] + ["."] * self.editable_mode:
+                    for ext in self.extensions:
+                        Path(root, self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+                self.extensions = []
+
+    os.environ.setdefault("MAX_JOBS", "2")
+    # torch looks for ninja on PATH, where pip does not put this environment's scripts.
+    os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+    # The headers of torch and Python do not pass -Wextra; as system headers they need not.
+    system_headers = [*include_paths(), sysconfig.get_path("include")]
+    ext = CppExtension(
+        "pydml._C",
+        sources=["csrc/module.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
+        depends=sorted(glob("csrc/**/*.h", recursive=True)),
+        include_dirs=[str(ROOT / "csrc")],  # absolute, because ninja compiles in its own directory
+        define_macros=[("PYDML_FLAGS", '"' + " ".join(FLAGS) + '"')],
+        # The prefix map keeps this machine's paths out of the library.
+        extra_compile_args=[*FLAGS, f"-ffile-prefix-map={ROOT}=.", *(f"-isystem{path}" for path in system_headers)],
+        extra_link_args=LINK_FLAGS,
+    )
+    return {"ext_modules": [ext], "cmdclass": {"build_ext": OptionalBuild}}
+
+
+setup(
+    packages=find_packages(include=["pydml*"])
+    + [f"pydml.{name}" for name in find_packages(include=["triton_kernels*"])],
+    package_dir={"pydml.triton_kernels": "triton_kernels"},
+    **extension(),
+)
