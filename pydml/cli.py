@@ -1,0 +1,30 @@
+"""The ``pydml`` command: a table of subcommands, each imported only when it is called.
+
+A subcommand is a function that takes its arguments as a list and returns an exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+#: Name -> (help, module, function).
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "info": ("print versions, compile flags, CPU features, threads and backends", "pydml.info", "main"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="pydml", description="Fused deep-metric-learning losses.")
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for name, (help_text, _, _) in COMMANDS.items():
+        commands.add_parser(name, help=help_text, add_help=False)
+    # Only the first word is ours; the rest, --help included, belongs to the subcommand.
+    parser.parse_args(args[:1])
+    _, module, function = COMMANDS[args[0]]
+    status: int = getattr(importlib.import_module(module), function)(args[1:])
+    return status
