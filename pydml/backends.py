@@ -1,0 +1,109 @@
+"""Which backends are there, why one is missing, and which one a call uses.
+
+Every engine (:mod:`pydml.ops`) asks here for its kernel, so that adding a backend is adding a table of kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+#: Name -> what it is. The order is the order in which ``auto`` does *not* choose: see :func:`resolve`.
+BACKENDS: dict[str, str] = {
+    "dense": "plain PyTorch on the full matrix, autograd: the reference",
+    "tiled": "plain PyTorch in row chunks with our own backward: any device, no compiler",
+    "cpu": "fused C++ kernels",
+    "triton": "fused Triton kernels",
+    "cuda": "fused CUDA C++ kernels",
+    "cuda-emulated": "the CUDA C++ kernels run on the CPU by an emulator, for tests",
+}
+
+Kernel = Callable[..., Any]
+_chosen: ContextVar[str] = ContextVar("pydml_backend", default="auto")
+_tables: dict[str, dict[str, Kernel]] = {}
+_reasons: dict[str, str] = {}
+
+
+def _load(name: str) -> None:
+    """Fill ``_tables[name]`` (engine -> kernel) or ``_reasons[name]``, once."""
+    if name in _tables or name in _reasons:
+        return
+    try:
+        if name == "dense":
+            _tables[name] = {}
+        elif name == "tiled":
+            _tables[name] = importlib.import_module("pydml.tiled").KERNELS
+        elif name == "cpu":
+            _tables[name] = importlib.import_module("pydml.native").KERNELS
+        else:
+            _reasons[name] = "this version of pydml has no such kernels yet"
+    except (ImportError, OSError) as error:
+        _reasons[name] = str(error)
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend by name: ``None`` if it can be used here, else the reason why not.
+
+    >>> pydml.backends()["tiled"] is None
+    True
+    """
+    for name in BACKENDS:
+        _load(name)
+    return {name: _reasons.get(name) for name in BACKENDS}
+
+
+def _check_name(name: str) -> str:
+    if name not in BACKENDS and name != "auto":
+        raise ValueError(f"backend: got {name!r}, wanted 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    _load(name) if name != "auto" else None
+    if name in _reasons:
+        raise RuntimeError(f"backend: {name!r} is not available here: {_reasons[name]}")
+    return name
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Use one backend for every call inside the block (in this thread or task).
+
+    >>> with pydml.use_backend("dense"):
+    ...     loss = pydml.losses.MultiSimilarityLoss()(torch.eye(4), torch.tensor([0, 0, 1, 1]))
+    """
+    token = _chosen.set(_check_name(name))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def resolve(requested: str, device: torch.device) -> str:
+    """The backend for one call: the call's own argument, then :func:`use_backend`, then the best for the device."""
+    name = requested if requested != "auto" else _chosen.get()
+    if name != "auto":
+        _check_name(name)
+        if name in ("cpu", "cuda-emulated") and device.type != "cpu":
+            raise RuntimeError(f"backend: {name!r} takes tensors on the CPU, got {device}")
+        if name in ("cuda", "triton") and device.type != "cuda":
+            raise RuntimeError(f"backend: {name!r} takes tensors on a GPU, got {device}")
+        return name
+    for name in ("cpu",) if device.type == "cpu" else ():
+        _load(name)
+        if name in _tables:
+            return name
+    return "tiled"
+
+
+def kernel(backend: str, engine: str) -> Kernel:
+    """The function of ``backend`` that runs ``engine`` (an op's name)."""
+    _load(backend)
+    try:
+        return _tables[backend][engine]
+    except KeyError:
+        raise RuntimeError(
+            f"backend: {backend!r} has no {engine!r} engine; "
+            f"it has {', '.join(sorted(_tables.get(backend, {}))) or 'none'}"
+        ) from None

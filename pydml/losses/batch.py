@@ -1,0 +1,285 @@
+"""One call's checked arguments, and what losses ask of them: engine statistics, counts, weights, the dense matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pydml import ops
+from pydml.policy import POLICIES, LogSumExp
+
+Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def count_in(labels: Tensor, among: Tensor) -> Tensor:
+    """How often each label occurs among others: sorted, so of static shape and without a B×B compare."""
+    order = among.sort().values
+    return torch.searchsorted(order, labels, right=True) - torch.searchsorted(order, labels)
+
+
+@dataclass
+class Batch:
+    """Embeddings [B, d], labels [B], the reference set if there is one, the miner's tuple if there is one."""
+
+    embeddings: Tensor
+    labels: Tensor | None
+    ref: Tensor | None
+    ref_labels: Tensor | None
+    indices: tuple[Tensor, ...] | None
+    view: str
+    normalize: bool
+    backend: str = "auto"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.embeddings.shape[0], self.embeddings.shape[0] if self.ref is None else self.ref.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return ops.compute_dtype(self.embeddings)
+
+    def known_labels(self) -> Tensor:
+        """Labels, for losses that cannot do without."""
+        if self.labels is None or self.ref_labels is None:
+            raise ValueError("labels: got None, wanted a tensor of integers: this loss needs them beside indices_tuple")
+        return self.labels
+
+    def nan(self, value: Tensor) -> Tensor:
+        """NaN in, NaN out: no comparison may hide a NaN or an infinity of the embeddings."""
+        finite = torch.isfinite(self.embeddings).all()
+        if self.ref is not None:
+            finite = finite & torch.isfinite(self.ref).all()
+        return torch.where(finite, value, torch.nan)
+
+    def zero(self) -> Tensor:
+        """The loss of a batch with nothing to learn from: 0 that still has a graph."""
+        return (self.embeddings.to(self.dtype) * 0).sum()
+
+    @cached_property
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Number of positives and of negatives of each row."""
+        if self.pairs is not None:
+            a1, _, a2, _ = self.pairs
+            return torch.bincount(a1, minlength=self.size[0]), torch.bincount(a2, minlength=self.size[0])
+        positives = self.positives()
+        return positives, self.size[1] - int(self.ref is None) - positives
+
+    def positives(self) -> Tensor:
+        """Number of positives of each row by label, whatever the tuple says."""
+        labels = self.known_labels()
+        assert self.ref_labels is not None
+        return count_in(labels, self.ref_labels) - int(self.ref is None)
+
+    @cached_property
+    def pairs(self) -> Pairs | None:
+        """The miner's tuple as pairs (a1, p, a2, n)."""
+        if self.indices is None:
+            return None
+        a, p, *rest = self.indices
+        return (a, p, a, rest[0]) if len(rest) == 1 else (a, p, rest[0], rest[1])
+
+    def unique_pairs(self) -> None:
+        """Count a pair that occurs twice in the tuple once."""
+        if self.pairs is not None:
+            a1, p, a2, n = self.pairs
+            pos, neg = (torch.unique(torch.stack(side), dim=1) for side in ((a1, p), (a2, n)))
+            self.pairs = (pos[0], pos[1], neg[0], neg[1])
+            self.__dict__.pop("counts", None)
+
+    @cached_property
+    def triplets(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The miner's tuple as triplets: pairs are joined on their anchor."""
+        if self.indices is None or len(self.indices) == 3:
+            return self.indices
+        a1, p, a2, n = self.indices
+        order = a2.sort(stable=True)
+        first = torch.searchsorted(order.values, a1)
+        number = torch.searchsorted(order.values, a1, right=True) - first
+        of = torch.repeat_interleave(torch.arange(len(a1), device=a1.device), number)
+        place = torch.arange(len(of), device=a1.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
+        return a1[of], p[of], n[order.indices[first[of] + place]]
+
+    def weights(self, anchors_only: bool = False) -> Tensor | None:
+        """Weight of each row: its occurrences in the tuple over the largest number of occurrences (PML's rule)."""
+        if self.indices is None or not any(len(index) for index in self.indices):
+            return None
+        listed = self.indices
+        if anchors_only or self.ref is not None:  # positives and negatives are then no rows of the batch
+            listed = self.indices[:1] if len(self.indices) == 3 else self.indices[::2]
+        occurrences = torch.bincount(torch.cat(listed), minlength=self.size[0]).to(self.dtype)
+        return occurrences / occurrences.max()
+
+    def stats(
+        self,
+        policy: str,
+        params: list[float],
+        *,
+        epsilon: float | None = None,
+        row_field: Tensor | None = None,
+        col_field: Tensor | None = None,
+        listed: bool = True,
+    ) -> Tensor:
+        """Row statistics [B, K] of a policy: by the pair engine, or of the listed pairs where there is a tuple."""
+        if listed and self.pairs is not None:
+            return self._listed_stats(policy, params, row_field, col_field)
+        labels = self.known_labels()
+        return pair_stats(
+            self.embeddings, self.ref, labels, self.ref_labels if self.ref is not None else None, policy, params,
+            view=self.view, normalize=self.normalize, epsilon=epsilon, row_field=row_field, col_field=col_field,
+            backend=self.backend,
+        )  # fmt: skip
+
+    def _listed_stats(
+        self, policy: str, params: list[float], row_field: Tensor | None, col_field: Tensor | None
+    ) -> Tensor:
+        assert self.pairs is not None
+        loss = POLICIES[policy](*params)
+        rows, cols = self.size
+        nothing = self.embeddings.new_zeros(max(rows, cols), dtype=self.dtype)
+        row_field = nothing if row_field is None else row_field
+        col_field = nothing if col_field is None else col_field
+        sides = {}
+        for side, (i, j) in {"positives": self.pairs[:2], "negatives": self.pairs[2:]}.items():
+            sides[side] = i, self.dots(i, j), row_field[i], col_field[j]
+        stats = []
+        for k, slot in enumerate(loss.slots):
+            i, u, row, col = sides[slot.side]
+            term = loss.term(k, u, row, col)
+            if isinstance(slot, LogSumExp):
+                stats.append(segment_lse(term, i, rows))
+            else:
+                stats.append(torch.zeros_like(nothing[:rows]).index_add(0, i, term))
+        return torch.stack(stats, 1)
+
+    def dots(self, i: Tensor, j: Tensor) -> Tensor:
+        """u of listed pairs."""
+        out: Tensor = ops.dots(self.embeddings, self.ref, i, j, self.view, self.normalize, self.backend)
+        return out
+
+    def matrix(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """First arguments of the ops that look at the whole matrix."""
+        return self.embeddings, self.ref, self.known_labels(), None if self.ref is None else self.ref_labels
+
+
+def segment_lse(term: Tensor, index: Tensor, size: int) -> Tensor:
+    """log Σ e^{term} of the terms of each index [size]; -inf where there are none."""
+    top = term.new_full((size,), -torch.inf).scatter_reduce(0, index, term.detach(), "amax")
+    top = top.clamp_min(torch.finfo(term.dtype).min)
+    total = torch.zeros_like(top).index_add(0, index, torch.exp(term - top[index]))
+    return torch.where(total == 0, -torch.inf, top + torch.log(torch.where(total == 0, 1, total)))
+
+
+def pair_stats(
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    policy: str,
+    params: list[float],
+    *,
+    view: str = "dot",
+    normalize: bool = True,
+    epsilon: float | None = None,
+    row_field: Tensor | None = None,
+    col_field: Tensor | None = None,
+    pool_size: int = 1,
+    sharpness: float = 1.0,
+    backend: str,
+) -> Tensor:
+    """Row statistics [R, K] by the pair engine."""
+    stats: Tensor = ops.pair(
+        rows, cols, row_labels, col_labels, row_field, col_field, policy, [float(p) for p in params], view, normalize,
+        None if epsilon is None else float(epsilon), pool_size, float(sharpness), backend,
+    )[0]  # fmt: skip
+    return stats
+
+
+class Dense:
+    """The whole matrix of one batch: what the textbook formulas are written with.
+
+    ``pos`` and ``neg`` [R, N] say how often a pair counts: 0 or 1, or its occurrences in the miner's tuple.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.z = batch.embeddings.to(batch.dtype)
+        self.ref = self.z if batch.ref is None else batch.ref.to(batch.dtype)
+        if batch.normalize:
+            self.x = torch.nn.functional.normalize(self.z)
+            self.y = self.x if batch.ref is None else torch.nn.functional.normalize(self.ref)
+        else:
+            self.x, self.y = self.z, self.ref
+
+    @cached_property
+    def S(self) -> Tensor:
+        """Similarities; of bit-identical unit rows exactly 1."""
+        s = self.x @ self.y.T
+        if self.batch.normalize:
+            s = torch.where((self.D == 0) & (self.x.norm(dim=1) > 0)[:, None], torch.ones_like(s), s)
+        return s
+
+    @cached_property
+    def D(self) -> Tensor:
+        """Euclidean distances from the rows themselves; the gradient at 0 is 0."""
+        return torch.cdist(self.x, self.y, compute_mode="donot_use_mm_for_euclid_dist")
+
+    @cached_property
+    def u(self) -> Tensor:
+        """Oriented similarities of the loss' distance."""
+        return {"dot": lambda: self.S, "cosine": lambda: self.S, "euclidean": lambda: -self.D,
+                "squared": lambda: -self.D.square()}[self.batch.view]()  # fmt: skip
+
+    @cached_property
+    def same(self) -> Tensor:
+        """Positives by label, self excluded by index."""
+        labels, batch = self.batch.known_labels(), self.batch
+        assert batch.ref_labels is not None
+        same = labels[:, None] == batch.ref_labels[None, :]
+        if batch.ref is None:
+            same = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+        return same
+
+    @cached_property
+    def diff(self) -> Tensor:
+        """Negatives by label."""
+        assert self.batch.ref_labels is not None
+        return self.batch.known_labels()[:, None] != self.batch.ref_labels[None, :]
+
+    def _listed(self, i: Tensor, j: Tensor) -> Tensor:
+        times = self.z.new_zeros(self.batch.size)
+        return times.index_put_((i, j), times.new_ones(()), accumulate=True)
+
+    @cached_property
+    def pos(self) -> Tensor:
+        return self.same.to(self.z.dtype) if self.batch.pairs is None else self._listed(*self.batch.pairs[:2])
+
+    @cached_property
+    def neg(self) -> Tensor:
+        return self.diff.to(self.z.dtype) if self.batch.pairs is None else self._listed(*self.batch.pairs[2:])
+
+    def mine(self, epsilon: float) -> None:
+        """Keep n if S_in > min_{P_i} S - ε and p if S_ip < max_{N_i} S + ε."""
+        u = self.u.detach()
+        least = u.masked_fill(~self.same, torch.inf).amin(1, keepdim=True)
+        most = u.masked_fill(~self.diff, -torch.inf).amax(1, keepdim=True)
+        self.neg = self.neg * (u > least - epsilon)
+        self.pos = self.pos * (u < most + epsilon)
+
+    def weights(self, anchors_only: bool = False) -> Tensor:
+        """The tuple as weights of the rows, 1 where there is none."""
+        w = self.batch.weights(anchors_only)
+        return self.z.new_ones(len(self.z)) if w is None else w
+
+
+def lse(terms: Tensor, times: Tensor, dim: int = 1) -> Tensor:
+    """log Σ times·e^{term} along ``dim``; -inf where nothing is counted."""
+    return torch.where(times > 0, terms + torch.log(times.clamp_min(1e-30)), -torch.inf).logsumexp(dim)
+
+
+def zero_if_empty(value: Tensor) -> Tensor:
+    """An empty side counts 0."""
+    return torch.where(torch.isneginf(value), 0, value)

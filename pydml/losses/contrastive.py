@@ -1,0 +1,81 @@
+"""Contrastive loss on Euclidean distances (PML's default) or cosines: Hadsell et al. 2006; Wang et al. 2019, eq. 4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu
+from typing_extensions import Unpack
+
+from pydml import checks
+from pydml.losses.base import Common, MetricLoss
+from pydml.losses.batch import Batch, Dense
+
+
+class ContrastiveLoss(MetricLoss):
+    """Contrastive loss: hinges on both sides, each averaged by itself over ordered pairs, then added.
+
+    L = avg [D-m₊]₊ over positives + avg [m₋-D]₊ over negatives; ``distance="cosine"``: [m₊-S]₊ and [S-m₋]₊
+
+    Parameters
+    ----------
+    pos_margin, neg_margin
+        m₊, m₋. Euclidean: both >= 0. The paper's is ``distance="cosine", pos_margin=1, neg_margin=0.5``.
+    denominator
+        What each sum is divided by: its ``nonzero`` terms, its ``pairs``, or the ``batch`` size.
+
+    Examples
+    --------
+    >>> pydml.losses.ContrastiveLoss()(torch.eye(4), torch.tensor([0, 0, 1, 1]))
+    tensor(1.4142)
+    """
+
+    distances = ("euclidean", "cosine", "squared")
+    over_anchors = False
+    reductions = ("nonzero", "mean", "sum", "anchor")
+    formula = "avg₊[D-m₊]₊ + avg₋[m₋-D]₊, over nonzero terms"
+    paper = "Hadsell et al. 2006"
+    pml = "ContrastiveLoss"
+
+    def __init__(
+        self, pos_margin: float = 0, neg_margin: float = 1, denominator: str = "nonzero", **common: Unpack[Common]
+    ) -> None:
+        super().__init__(**common)
+        least = None if self.distance == "cosine" else 0.0
+        self.pos_margin = checks.number("pos_margin", pos_margin, least=least)
+        self.neg_margin = checks.number("neg_margin", neg_margin, least=least)
+        self.denominator = checks.choice("denominator", denominator, ("nonzero", "pairs", "batch"))
+        if self.reduction != "nonzero" and denominator != "nonzero":
+            raise ValueError(f"denominator: got {denominator!r} beside a reducer, wanted only one of the two")
+
+    @property
+    def view(self) -> str:
+        return "cosine" if self.distance == "cosine" and self.normalize_embeddings else super().view
+
+    def _average(self, total: Tensor, above: Tensor, pairs: Tensor) -> Tensor:
+        """One side from its rows' sums, numbers of terms above 0 and numbers of pairs."""
+        if self.reduction == "anchor":
+            return (total / pairs.clamp_min(1)).sum() / max(len(total), 1)
+        if self.reduction == "sum":
+            return total.sum()
+        if self.denominator == "batch":
+            return total.sum() / max(len(total), 1)
+        number = pairs if self.reduction == "mean" or self.denominator == "pairs" else above
+        return total.sum() / number.sum().clamp_min(1)
+
+    def fused(self, batch: Batch) -> Tensor:
+        margins = [self.oriented(self.pos_margin), self.oriented(self.neg_margin)]
+        positive, above_pos, negative, above_neg = batch.stats("hinge", margins).unbind(1)
+        n_pos, n_neg = batch.counts
+        return self._average(positive, above_pos, n_pos) + self._average(negative, above_neg, n_neg)
+
+    def dense(self, batch: Dense) -> Tensor:
+        hinges = (
+            (relu(self.oriented(self.pos_margin) - batch.u), batch.pos),
+            (relu(batch.u - self.oriented(self.neg_margin)), batch.neg),
+        )
+        loss = torch.zeros_like(batch.z[:0].sum())
+        for hinge, times in hinges:
+            above = (times * (hinge > 0)).sum(1)
+            loss = loss + self._average((hinge * times).sum(1), above, times.sum(1))
+        return loss

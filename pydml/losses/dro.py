@@ -1,0 +1,181 @@
+"""Distributionally robust losses over pairs: top-K, KL and grouped KL, Qi et al. 2020."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu
+from typing_extensions import Unpack
+
+from pydml import checks, ops
+from pydml.losses.base import Common, MetricLoss
+from pydml.losses.batch import Batch, Dense, lse
+from pydml.policy import softplus
+
+
+class _DROLoss(MetricLoss):
+    """What the family shares: the loss l of one pair.
+
+    margin: [m+λ-S]₊ for positives, [m+S-λ]₊ for negatives;
+    binomial: softplus(α(λ-S))/α for positives, softplus(β(S-λ))/β for negatives
+    """
+
+    takes_tuple = False
+    paper = "Qi et al. 2020"
+
+    def _set(self, base_loss: str, margin: float, threshold: float, alpha: float, beta: float) -> None:
+        self.base_loss = checks.choice("base_loss", base_loss, ("margin", "binomial"))
+        self.margin = checks.number("margin", margin, least=0)
+        self.threshold = checks.number("threshold", threshold)
+        self.alpha = checks.number("alpha", alpha, above=0)
+        self.beta = checks.number("beta", beta, above=0)
+
+    def pair_loss(self, s: Tensor, same: Tensor) -> Tensor:
+        """l of pairs."""
+        if self.base_loss == "margin":
+            return relu(self.margin + torch.where(same, self.threshold - s, s - self.threshold))
+        positive = softplus(self.alpha * (self.threshold - s)) / self.alpha
+        return torch.where(same, positive, softplus(self.beta * (s - self.threshold)) / self.beta)
+
+    def policy(self, gamma_pos: float, gamma_neg: float) -> tuple[str, list[float]]:
+        """The engines' name and numbers for l/γ."""
+        if self.base_loss == "margin":
+            return "dro_margin", [self.margin, self.threshold, gamma_pos, gamma_neg]
+        return "dro_binomial", [self.alpha, self.beta, self.threshold, gamma_pos, gamma_neg]
+
+
+class DROTopKLoss(_DROLoss):
+    """Top-K DRO, Qi et al. 2020, eq. 6: the mean of the k largest pair losses over unordered pairs.
+
+    ``balanced`` (TopK-PN): the k/2 largest of the positives and the k/2 largest of the negatives. Fewer pairs than
+    asked for: all of them, divided by their number. Ties go to the smaller (i, j).
+    """
+
+    over_anchors = False
+    reductions = ("mean",)
+    formula = "mean of the k largest pair losses"
+
+    def __init__(
+        self,
+        k: int,
+        base_loss: str = "margin",
+        margin: float = 0.2,
+        threshold: float = 0.5,
+        alpha: float = 2,
+        beta: float = 50,
+        balanced: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.k = checks.integer("k", k, least=1)
+        self._set(base_loss, margin, threshold, alpha, beta)
+        self.balanced = checks.flag("balanced", balanced)
+        if balanced and k % 2:
+            raise ValueError(f"k: got {k} with balanced=True, wanted an even number")
+
+    def fused(self, batch: Batch) -> Tensor:
+        policy, params = self.policy(1.0, 1.0)
+        rows, cols = batch.size
+        total = rows * cols if batch.ref is not None else rows * (rows - 1) // 2
+        k = min(self.k // 2 if self.balanced else self.k, total)
+        params = [float(p) for p in params]
+        chosen = [
+            ops.topk(*batch.matrix(), policy, params, k, side, batch.view, batch.normalize, batch.backend)
+            for side in (("positives", "negatives") if self.balanced else ("all",))
+        ]
+        i, j = (torch.cat(part) for part in zip(*chosen, strict=True))
+        real, i, j = i >= 0, i.clamp_min(0), j.clamp_min(0)
+        assert batch.ref_labels is not None
+        same = batch.known_labels()[i] == batch.ref_labels[j]
+        losses = self.pair_loss(batch.dots(i, j), same)
+        return torch.where(real | losses.isnan(), losses, 0).sum() / real.sum().clamp_min(1)
+
+    def dense(self, batch: Dense) -> Tensor:
+        pairs = torch.ones_like(batch.same)
+        if batch.batch.ref is None:
+            pairs = pairs.triu(1)
+        losses = self.pair_loss(batch.S, batch.same)
+        sides = (batch.same & pairs, batch.diff & pairs) if self.balanced else (pairs,)
+        k = self.k // len(sides)
+        chosen = torch.cat([losses[side].sort(descending=True, stable=True).values[:k] for side in sides])
+        return chosen.sum() / max(len(chosen), 1)
+
+
+class DROKLLoss(_DROLoss):
+    """KL-regularised DRO, Qi et al. 2020, eq. 8: γ·log mean over unordered pairs of e^{l/γ}."""
+
+    over_anchors = False
+    reductions = ("mean",)
+    formula = "γ·log mean e^{l/γ} over all pairs"
+
+    def __init__(
+        self,
+        gamma: float = 0.1,
+        base_loss: str = "margin",
+        margin: float = 0.2,
+        threshold: float = 0.5,
+        alpha: float = 2,
+        beta: float = 50,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.gamma = checks.number("gamma", gamma, above=0)
+        self._set(base_loss, margin, threshold, alpha, beta)
+
+    def fused(self, batch: Batch) -> Tensor:
+        rows, cols = batch.size
+        number = rows * cols - (rows if batch.ref is None else 0)
+        if not number:
+            return batch.zero()
+        stats = batch.stats(*self.policy(self.gamma, self.gamma))
+        return self.gamma * (stats.flatten().logsumexp(0) - math.log(number))
+
+    def dense(self, batch: Dense) -> Tensor:
+        pairs = batch.same | batch.diff
+        if batch.batch.ref is None:
+            pairs = pairs.triu(1)
+        losses = self.pair_loss(batch.S, batch.same)[pairs]
+        if not len(losses):
+            return batch.batch.zero()
+        return self.gamma * ((losses / self.gamma).logsumexp(0) - math.log(len(losses)))
+
+
+class DROKLGroupedLoss(_DROLoss):
+    """Grouped KL DRO, Qi et al. 2020, eq. 10, averaged over the batch.
+
+    L = 1/B Σ_i { γ₊·log mean_{P_i} e^{l/γ₊} + γ₋·log mean_{N_i} e^{l/γ₋} }, an empty side counted 0
+    """
+
+    formula = "γ₊·log mean₊ e^{l/γ₊} + γ₋·log mean₋ e^{l/γ₋}"
+
+    def __init__(
+        self,
+        gamma_pos: float = 0.1,
+        gamma_neg: float = 0.1,
+        base_loss: str = "margin",
+        margin: float = 0.2,
+        threshold: float = 0.5,
+        alpha: float = 2,
+        beta: float = 50,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.gamma_pos = checks.number("gamma_pos", gamma_pos, above=0)
+        self.gamma_neg = checks.number("gamma_neg", gamma_neg, above=0)
+        self._set(base_loss, margin, threshold, alpha, beta)
+
+    def fused(self, batch: Batch) -> Tensor:
+        stats = batch.stats(*self.policy(self.gamma_pos, self.gamma_neg))
+        number = torch.stack(batch.counts, 1)
+        positive, negative = torch.where(number > 0, stats - number.clamp_min(1).to(stats.dtype).log(), 0).unbind(1)
+        return self.reduce(self.gamma_pos * positive + self.gamma_neg * negative)
+
+    def dense(self, batch: Dense) -> Tensor:
+        losses = self.pair_loss(batch.S, batch.same)
+        total = torch.zeros_like(losses[:, 0])
+        for gamma, side in ((self.gamma_pos, batch.pos), (self.gamma_neg, batch.neg)):
+            mean = lse(losses / gamma, side) - side.sum(1).log()
+            total = total + gamma * torch.where(side.sum(1) > 0, mean, 0)
+        return self.reduce(total)

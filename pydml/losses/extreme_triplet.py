@@ -1,0 +1,73 @@
+"""Easy-positive and hard-negative triplets, first and second order: Xuan et al., «Extreme Triplet Learning»."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from pydml import checks, ops
+from pydml.losses.base import Common, MetricLoss
+from pydml.losses.batch import Batch, Dense
+from pydml.policy import softplus
+
+
+class ExtremeTripletLoss(MetricLoss):
+    """One extreme triplet an anchor: EPHN, EPSHN, HPHN, EPEN and their second-order losses.
+
+    order 1: softplus((S_an-S_ap)/T);  order 2: softplus((½S_an²-S_ap+½S_ap²)/T);
+    mean over anchors with a positive and a (semi-hard: S_an<S_ap) negative
+
+    Parameters
+    ----------
+    positive
+        ``"easy"``: the most similar positive, ``"hard"``: the least similar.
+    negative
+        ``"hard"``: the most similar negative, ``"semihard"``: the most similar below S_ap, ``"easy"``: the least.
+    order, temperature
+        1 or 2; T (0.1 in the authors' code, 1 in the paper).
+    """
+
+    takes_tuple = False
+    formula = "softplus((S_an-S_ap)/T) or softplus((½S_an²-S_ap+½S_ap²)/T)"
+    paper = "Extreme Triplet Learning 2020"
+
+    def __init__(
+        self,
+        positive: str = "easy",
+        negative: str = "hard",
+        order: int = 1,
+        temperature: float = 0.1,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.positive = checks.choice("positive", positive, ("easy", "hard"))
+        self.negative = checks.choice("negative", negative, ("hard", "semihard", "easy"))
+        self.order = checks.choice("order", order, (1, 2))
+        self.temperature = checks.number("temperature", temperature, above=0)
+
+    def _loss(self, s_ap: Tensor, s_an: Tensor) -> Tensor:
+        if self.order == 1:
+            return softplus((s_an - s_ap) / self.temperature)
+        return softplus((0.5 * s_an * s_an - s_ap + 0.5 * s_ap * s_ap) / self.temperature)
+
+    def fused(self, batch: Batch) -> Tensor:
+        p, n = ops.extremes(*batch.matrix(), self.positive, self.negative, batch.view, batch.normalize, batch.backend)
+        a = torch.arange(len(p), device=p.device)
+        values = self._loss(batch.dots(a, p.clamp_min(0)), batch.dots(a, n.clamp_min(0)))
+        return self.reduce(values, ((p >= 0) & (n >= 0)) | values.isnan())
+
+    def dense(self, batch: Dense) -> Tensor:
+        s, same, diff = batch.S, batch.same, batch.diff
+        a = torch.arange(len(s), device=s.device)
+        if self.positive == "easy":
+            p = s.masked_fill(~same, -torch.inf).argmax(1)
+        else:
+            p = s.masked_fill(~same, torch.inf).argmin(1)
+        if self.negative == "semihard":
+            diff = diff & (s < s[a, p][:, None])
+        if self.negative == "easy":
+            n = s.masked_fill(~diff, torch.inf).argmin(1)
+        else:
+            n = s.masked_fill(~diff, -torch.inf).argmax(1)
+        return self.reduce(self._loss(s[a, p], s[a, n]), same.any(1) & diff.any(1))

@@ -1,0 +1,95 @@
+"""Histogram loss: Ustinova and Lempitsky 2016."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from pydml import checks, ops
+from pydml.losses.base import Common, MetricLoss
+from pydml.losses.batch import Batch, Dense
+
+
+class HistogramLoss(MetricLoss):
+    """Histogram loss, Ustinova and Lempitsky 2016, eq. 4, over unordered pairs.
+
+    L = Σ_r h⁻_r Σ_{q≤r} h⁺_q, h± the soft histograms of S on n_bins+1 nodes of [-1, 1], each of mass 1
+
+    A negative pair counts only if at least one of its two items has a positive in the batch.
+
+    Parameters
+    ----------
+    n_bins
+        Intervals between nodes; ``delta`` = 2/n_bins is PML's other way to say it.
+    """
+
+    over_anchors = False
+    reductions = ("mean", "sum", "nonzero", "anchor", "divisor")  # the value is one number: all the same
+    takes_ref = False
+    formula = "Σ_r h⁻_r Σ_{q≤r} h⁺_q"
+    paper = "Ustinova & Lempitsky 2016"
+    pml = "HistogramLoss"
+
+    def __init__(self, n_bins: int | None = None, delta: float | None = None, **common: Unpack[Common]) -> None:
+        super().__init__(**common)
+        if not self.normalize_embeddings:
+            raise ValueError("normalize_embeddings: got False, wanted True: the histogram spans S in [-1, 1]")
+        if delta is not None:
+            bins = round(2 / checks.number("delta", delta, above=0))
+            if abs(bins * delta - 2) > 1e-9 or (n_bins is not None and n_bins != bins):
+                raise ValueError(f"delta: got {delta!r} with n_bins={n_bins!r}, wanted delta = 2/n_bins")
+            n_bins = bins
+        self.n_bins = checks.integer("n_bins", 100 if n_bins is None else n_bins, least=1)
+
+    @property
+    def view(self) -> str:
+        return "cosine"
+
+    @staticmethod
+    def _overlap(positives: Tensor, negatives: Tensor) -> Tensor:
+        """From the two histograms, not yet of mass 1."""
+        h_pos, h_neg = positives / positives.sum().clamp_min(1), negatives / negatives.sum().clamp_min(1)
+        return (h_neg * h_pos.cumsum(0)).sum()
+
+    @staticmethod
+    def _unordered(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        pairs = torch.unique(torch.stack((i, j)).sort(0).values, dim=1)
+        return pairs[0], pairs[1]
+
+    def _soft(self, s: Tensor) -> Tensor:
+        """Soft histogram of some similarities."""
+        at = (s.clamp(-1, 1) + 1) * (self.n_bins / 2)
+        left = at.detach().nan_to_num(0).long().clamp_max(self.n_bins - 1)
+        h = torch.zeros(self.n_bins + 1, dtype=s.dtype, device=s.device)
+        return h.index_add(0, left, 1 - (at - left)).index_add(0, left + 1, at - left)
+
+    def fused(self, batch: Batch) -> Tensor:
+        if batch.triplets is not None:
+            a, p, n = batch.triplets
+            sides = (batch.dots(*self._unordered(a, p)), batch.dots(*self._unordered(a, n)))
+            return self._overlap(self._soft(sides[0]), self._soft(sides[1]))
+        labels = batch.known_labels()
+        lone = batch.counts[0] == 0
+        # lone items all get one label of their own: their pairs with each other are then no negatives
+        classes = torch.where(lone, len(labels), torch.searchsorted(labels.sort().values, labels))
+        positives, negatives = ops.histogram(
+            batch.embeddings, None, classes, None, self.n_bins + 1, -1.0, 1.0, batch.view, True, batch.backend
+        )
+        return self._overlap(torch.where(lone[:, None], 0, positives).sum(0) / 2, negatives.sum(0) / 2)
+
+    def dense(self, batch: Dense) -> Tensor:
+        if batch.batch.triplets is not None:
+            a, p, n = batch.batch.triplets
+            pos, neg = batch.S[self._unordered(a, p)], batch.S[self._unordered(a, n)]
+        else:
+            above = torch.ones_like(batch.same).triu(1)
+            paired = batch.same.any(1)
+            pos = batch.S[batch.same & above]
+            neg = batch.S[batch.diff & above & (paired[:, None] | paired[None, :])]
+        nodes = torch.linspace(-1, 1, self.n_bins + 1, dtype=pos.dtype, device=pos.device)
+        h_pos, h_neg = (
+            (1 - (s.clamp(-1, 1)[:, None] - nodes).abs() * (self.n_bins / 2)).clamp_min(0).sum(0) / max(len(s), 1)
+            for s in (pos, neg)
+        )
+        return (h_neg * h_pos.cumsum(0)).sum()

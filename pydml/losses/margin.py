@@ -1,0 +1,108 @@
+"""Margin loss with a fixed or learned boundary β: Wu et al. 2017."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+from typing_extensions import Unpack
+
+from pydml import checks
+from pydml.losses.base import Common, MetricLoss
+from pydml.losses.batch import Batch, Dense
+
+
+class MarginLoss(MetricLoss):
+    """Margin loss, Wu et al. 2017, eq. 5-6, over PML's triplets.
+
+    L = Σ_{(a,p,n)} ([m+D_ap-β]₊ + [m+β-D_an]₊) / number of nonzero terms  (+ the ν-term)
+
+    Every positive pair counts once for each negative of its anchor, and the other way round.
+
+    Parameters
+    ----------
+    margin, nu, beta
+        m, ν, β. ν counts only with ``learn_beta=True``: one β adds ν·β, β per class adds ν·Σβ[y_a] over the
+        triplets divided by the number of nonzero terms.
+    learn_beta, num_classes
+        Make β a parameter; one β for each class 0 … num_classes-1.
+    """
+
+    distances = ("euclidean", "cosine", "squared")
+    over_anchors = False
+    reductions = ("divisor", "mean", "sum")
+    formula = "Σ([m+D_ap-β]₊ + [m+β-D_an]₊) / nonzero terms"
+    paper = "Wu et al. 2017"
+    pml = "MarginLoss"
+
+    def __init__(
+        self,
+        margin: float = 0.2,
+        nu: float = 0,
+        beta: float = 1.2,
+        triplets_per_anchor: str = "all",
+        learn_beta: bool = False,
+        num_classes: int | None = None,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.margin = checks.number("margin", margin, least=0)
+        self.nu = checks.number("nu", nu, least=0)
+        checks.choice("triplets_per_anchor", triplets_per_anchor, ("all",))
+        self.learn_beta = checks.flag("learn_beta", learn_beta)
+        self.num_classes = None if num_classes is None else checks.integer("num_classes", num_classes, least=1)
+        checks.number("beta", beta)
+        self.beta: Any = nn.Parameter(torch.full((num_classes or 1,), float(beta))) if learn_beta else beta
+
+    def _betas(self, batch: Batch) -> Tensor:
+        """β of every anchor [B]."""
+        if not self.learn_beta:
+            return torch.full((batch.size[0],), self.beta, dtype=batch.dtype, device=batch.embeddings.device)
+        beta: Tensor = self.beta.to(batch.dtype)
+        if len(beta) == 1:
+            return beta.expand(batch.size[0])
+        labels = batch.known_labels()
+        checks.within("labels", labels, len(beta), f"classes of the {len(beta)} values of beta")
+        return beta[labels]
+
+    def _finish(self, total: Tensor, above: Tensor, triplets: Tensor, betas: Tensor) -> Tensor:
+        """From each anchor's sum over its triplets, number of terms above 0, and number of triplets."""
+        number = {"divisor": above, "mean": triplets}.get(self.reduction)
+        divisor = total.new_ones(()) if number is None else number.sum().clamp_min(1)
+        loss = total.sum() / divisor
+        if self.learn_beta and self.nu:
+            if len(self.beta) == 1:
+                return loss + torch.where(triplets.sum() > 0, self.nu * betas[0], 0)
+            return loss + torch.where(above.sum() > 0, self.nu * (betas * triplets).sum() / divisor, 0)
+        return loss
+
+    def _times(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of every anchor, how often a positive and how often a negative occurs in its triplets."""
+        n_pos, n_neg = (n.to(batch.dtype) for n in batch.counts)
+        if batch.indices is not None and len(batch.indices) == 3:
+            return torch.ones_like(n_neg), torch.ones_like(n_pos)
+        return n_neg, n_pos
+
+    def fused(self, batch: Batch) -> Tensor:
+        betas = self._betas(batch)
+        center = betas if self.distance == "cosine" else -betas
+        stats = batch.stats("hinge", [self.margin, -self.margin], row_field=center.detach())
+        positive, above_pos, negative, above_neg = stats.unbind(1)
+        shift = center - center.detach()  # β enters the hinges as a number; their counts are its derivative
+        positive, negative = positive + above_pos * shift, negative - above_neg * shift
+        per_pos, per_neg = self._times(batch)
+        triplets = per_pos * batch.counts[0]
+        return self._finish(
+            per_pos * positive + per_neg * negative, per_pos * above_pos + per_neg * above_neg, triplets, betas
+        )
+
+    def dense(self, batch: Dense) -> Tensor:
+        betas = self._betas(batch.batch)
+        center = (betas if self.distance == "cosine" else -betas)[:, None]
+        pos, neg = relu(self.margin + center - batch.u), relu(self.margin + batch.u - center)
+        per_pos, per_neg = self._times(batch.batch)
+        total = per_pos * (pos * batch.pos).sum(1) + per_neg * (neg * batch.neg).sum(1)
+        above = per_pos * ((pos > 0) * batch.pos).sum(1) + per_neg * ((neg > 0) * batch.neg).sum(1)
+        return self._finish(total, above, per_pos * batch.pos.sum(1), betas)

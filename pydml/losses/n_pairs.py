@@ -1,0 +1,76 @@
+"""N-pairs loss as PML computes it: Sohn 2016."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from typing_extensions import Unpack
+
+from pydml.losses.base import Common, MetricLoss
+from pydml.losses.batch import Batch, Dense, pair_stats
+from pydml.policy import softplus
+
+
+class NPairsLoss(MetricLoss):
+    """N-pairs loss, Sohn 2016, eq. 7: the first two items of each class are anchor and positive.
+
+    L = mean over classes with two items of cross-entropy over the (normalised) dot products with all positives
+    """
+
+    distances = ("cosine", "euclidean", "squared")
+    takes_ref = False
+    formula = "LSE_c(S_{a,p_c}) - S_{a,p} for the first two items of each class"
+    paper = "Sohn 2016"
+    pml = "NPairsLoss"
+
+    def __init__(self, **common: Unpack[Common]) -> None:
+        super().__init__(**common)
+
+    def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Anchor, positive and «this is a pair» [B//2] (or of the tuple): padded, so of static shape."""
+        labels = batch.known_labels()
+        if batch.pairs is not None:
+            a, p, _, _ = batch.pairs
+            order = torch.argsort(labels[a], stable=True)
+            classes = labels[a][order]
+            first = torch.ones_like(classes, dtype=torch.bool)
+            first[1:] = classes[1:] != classes[:-1]
+            return a[order], p[order], first
+        order = torch.argsort(labels, stable=True)
+        classes = labels[order]
+        starts = torch.ones_like(classes, dtype=torch.bool)
+        starts[1:] = classes[1:] != classes[:-1]
+        first = starts[:-1] & ~starts[1:]  # an item that opens a class and has a follower in it
+        at = torch.argsort(~first, stable=True)[: len(labels) // 2]
+        return order[at], order[1:][at], first[at]
+
+    def _scatter(self, values: Tensor, anchor: Tensor, real: Tensor, batch: Batch) -> Tensor:
+        """Values of the pairs at their anchors [B]."""
+        values = torch.where(real, values, 0)
+        rows = torch.zeros(batch.size[0], dtype=values.dtype, device=values.device)
+        counted = torch.zeros_like(rows).index_add(0, anchor, real.to(rows.dtype)) > 0
+        return self.reduce(rows.index_add(0, anchor, values), counted)
+
+    def fused(self, batch: Batch) -> Tensor:
+        anchor, positive, real = self._pairs(batch)
+        if not len(anchor):
+            return self.reduce(batch.embeddings.to(batch.dtype).sum(1) * 0)
+        z, target = batch.embeddings, torch.arange(len(anchor), device=anchor.device)
+        padding = torch.where(real, 0.0, -torch.inf)  # a padded column adds e^{-inf} to every sum
+        stats = pair_stats(
+            z[anchor], z[positive], target, target, "exponential", [1.0, 0.0, 1.0, 0.0],
+            view=batch.view, normalize=batch.normalize, col_field=padding, backend=batch.backend,
+        )  # fmt: skip
+        own, others = stats.unbind(1)
+        values = softplus(torch.where(real, others - own, 0))
+        return batch.nan(self._scatter(values, anchor, real, batch))
+
+    def dense(self, batch: Dense) -> Tensor:
+        anchor, positive, real = self._pairs(batch.batch)
+        anchor, positive = anchor[real], positive[real]
+        if not len(anchor):
+            return self.reduce(batch.z.sum(1) * 0)
+        logits = batch.u[anchor][:, positive]
+        values = cross_entropy(logits, torch.arange(len(anchor), device=logits.device), reduction="none")
+        return self._scatter(values, anchor, torch.ones_like(real[real]), batch.batch)

@@ -1,0 +1,70 @@
+"""Proxy-Anchor: proxies as anchors of Multi-Similarity-like sums, Kim et al. 2020."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from pydml import checks
+from pydml.losses.batch import Batch, Dense, lse, pair_stats
+from pydml.losses.proxy import ProxyCommon, ProxyLoss
+from pydml.policy import softplus
+
+
+class ProxyAnchorLoss(ProxyLoss):
+    """Proxy-Anchor, Kim et al. 2020, eq. 4. Parameter ``proxies`` [C, d].
+
+    L = 1/|W⁺| Σ_{w∈W⁺} log(1+Σ_{X_w⁺} e^{-α(s-δ)}) + 1/C Σ_w log(1+Σ_{X_w⁻} e^{α(s+δ)}), W⁺ the classes in the batch
+    """
+
+    over_anchors = False
+    reductions = ("divisor", "mean", "sum")
+    formula = "1/|W⁺| Σ log(1+Σ₊ e^{-α(s-δ)}) + 1/C Σ log(1+Σ₋ e^{α(s+δ)})"
+    paper = "Kim et al. 2020"
+    pml = "ProxyAnchorLoss"
+
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        margin: float = 0.1,
+        alpha: float = 32,
+        **common: Unpack[ProxyCommon],
+    ) -> None:
+        super().__init__(num_classes, embedding_size, **common)
+        self.margin = checks.number("margin", margin)
+        self.alpha = checks.number("alpha", alpha, above=0)
+
+    @staticmethod
+    def initialize(w: Tensor) -> None:
+        nn.init.kaiming_normal_(w, mode="fan_out")
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """Class scores [B, C], for prediction."""
+        x, w = (torch.nn.functional.normalize(t) for t in (embeddings, self.columns(embeddings)))
+        return x @ w.T
+
+    def _average(self, positive: Tensor, negative: Tensor) -> Tensor:
+        """From the two log-sum-exps of every proxy."""
+        present = (~torch.isneginf(positive)).sum().clamp_min(1)
+        total_pos, total_neg = softplus(positive).sum(), softplus(negative).sum()
+        if self.reduction == "sum":
+            return total_pos + total_neg
+        return total_pos / (present if self.reduction == "divisor" else self.num_classes) + total_neg / self.num_classes
+
+    def fused(self, batch: Batch) -> Tensor:
+        z, weights = batch.embeddings, batch.weights()
+        stats = pair_stats(  # the proxies are the rows
+            self.columns(z), z, self.classes(z), batch.known_labels(), "exponential",
+            [-self.alpha, self.margin, self.alpha, -self.margin],
+            col_field=None if weights is None else weights - 1, backend=batch.backend,
+        )  # fmt: skip
+        return self._average(*stats.unbind(1))
+
+    def dense(self, batch: Dense) -> Tensor:
+        s = self.cosines(batch)
+        positives = torch.nn.functional.one_hot(batch.batch.known_labels(), self.num_classes).to(s.dtype)
+        shift = (batch.weights() - 1)[:, None]
+        positive = lse(-self.alpha * (s - self.margin) + shift, positives, dim=0)
+        return self._average(positive, lse(self.alpha * (s + self.margin) + shift, 1 - positives, dim=0))

@@ -1,0 +1,132 @@
+"""Triplet margin loss over all, hardest or semi-hard triplets: Schroff et al. 2015; Hermans et al. 2017."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu
+from typing_extensions import Unpack
+
+from pydml import checks, ops
+from pydml.losses.base import Common, MetricLoss
+from pydml.losses.batch import Batch, Dense
+from pydml.policy import softplus
+
+
+class TripletMarginLoss(MetricLoss):
+    """Triplet margin loss, exact over all triplets without a list of them.
+
+    L = avg of nonzero [D_ap - D_an + m]₊
+
+    Parameters
+    ----------
+    margin
+        m >= 0.
+    swap
+        Use D_pn instead of D_an where it is smaller (anchor swap).
+    smooth_loss
+        softplus instead of the hinge.
+    triplets
+        ``"all"``; ``"hard"``: the hardest positive and negative of each anchor (PML's ``BatchHardMiner``);
+        ``"semihard"``: for each positive pair the most similar negative with S_an < S_ap.
+
+    Examples
+    --------
+    >>> loss_fn = pydml.losses.TripletMarginLoss(margin=0.2, triplets="semihard")
+    >>> loss_fn(torch.randn(32, 16), torch.arange(32) % 8).shape
+    torch.Size([])
+    """
+
+    distances = ("euclidean", "cosine", "squared")
+    over_anchors = False
+    reductions = ("nonzero", "mean", "sum")
+    formula = "avg of nonzero [D_ap-D_an+m]₊"
+    paper = "Schroff et al. 2015"
+    pml = "TripletMarginLoss"
+
+    def __init__(
+        self,
+        margin: float = 0.05,
+        swap: bool = False,
+        smooth_loss: bool = False,
+        triplets_per_anchor: str = "all",
+        triplets: str = "all",
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(**common)
+        self.margin = checks.number("margin", margin, least=0)
+        self.swap = checks.flag("swap", swap)
+        self.smooth_loss = checks.flag("smooth_loss", smooth_loss)
+        checks.choice("triplets_per_anchor", triplets_per_anchor, ("all",))
+        self.triplets = checks.choice("triplets", triplets, ("all", "hard", "semihard"))
+        if triplets == "semihard" and swap:
+            raise ValueError("swap: got True with triplets='semihard', wanted triplets='all' or 'hard'")
+        if triplets == "semihard" and self.reduction == "mean":
+            raise ValueError(
+                "reducer: got MeanReducer with triplets='semihard', wanted AvgNonZeroReducer or SumReducer"
+            )
+
+    def _batch(self, *arguments: object) -> Batch:
+        batch = super()._batch(*arguments)
+        if self.swap and batch.ref is not None:
+            raise ValueError("ref_emb: TripletMarginLoss with swap=True does not take a reference set")
+        if self.triplets != "all" and batch.indices is not None:
+            raise ValueError(f"indices_tuple: got one with triplets={self.triplets!r}, wanted triplets='all'")
+        return batch
+
+    def _loss(self, u_ap: Tensor, u_an: Tensor) -> Tensor:
+        violation = u_an - u_ap + self.margin
+        return softplus(violation) if self.smooth_loss else relu(violation)
+
+    def _average(self, total: Tensor, above: Tensor, triplets: Tensor) -> Tensor:
+        if self.reduction == "sum":
+            return total
+        return total / (above if self.reduction == "nonzero" else triplets).clamp_min(1)
+
+    def _listed(self, batch: Batch, a: Tensor, p: Tensor, n: Tensor, real: Tensor) -> Tensor:
+        u_an = batch.dots(a, n)
+        if self.swap:
+            u_an = torch.maximum(u_an, batch.dots(p, n))
+        term = self._loss(batch.dots(a, p), u_an)
+        term = torch.where(real | term.isnan(), term, 0)
+        return self._average(term.sum(), (term > 0).sum(), real.sum())
+
+    def fused(self, batch: Batch) -> Tensor:
+        if batch.triplets is not None:
+            return self._listed(batch, *batch.triplets, torch.ones_like(batch.triplets[0], dtype=torch.bool))
+        if self.triplets == "hard":
+            p, n = ops.extremes(*batch.matrix(), "hard", "hard", batch.view, batch.normalize, batch.backend)
+            a = torch.arange(len(p), device=p.device)
+            return self._listed(batch, a, p.clamp_min(0), n.clamp_min(0), (p >= 0) & (n >= 0))
+        options = (self.triplets, float(self.margin), self.swap, self.smooth_loss)
+        total, above = ops.triplet(*batch.matrix(), *options, batch.view, batch.normalize, batch.backend)
+        n_pos, n_neg = batch.counts
+        return self._average(total.sum(), above.sum(), (n_pos * n_neg).sum())
+
+    def _dense_triplets(self, batch: Dense) -> tuple[Tensor, Tensor, Tensor]:
+        u, same, diff = batch.u.detach(), batch.same, batch.diff
+        a = torch.arange(len(u), device=u.device)
+        if self.triplets == "hard":
+            p = u.masked_fill(~same, torch.inf).argmin(1)
+            n = u.masked_fill(~diff, -torch.inf).argmax(1)
+            real = same.any(1) & diff.any(1)
+            return a[real], p[real], n[real]
+        found = []
+        for i in a:
+            p, n = same[i].nonzero()[:, 0], diff[i].nonzero()[:, 0]
+            if self.triplets == "all":
+                found.append(torch.cartesian_prod(i[None], p, n))
+                continue
+            below = u[i, n][None, :] < u[i, p][:, None]
+            p, below = p[below.any(1)], below[below.any(1)]
+            if len(p):
+                hardest = u[i, n].expand_as(below).masked_fill(~below, -torch.inf).argmax(1)
+                found.append(torch.stack((i.expand_as(p), p, n[hardest]), 1))
+        a, p, n = torch.cat([*found, a.new_empty(0, 3)]).T
+        return a, p, n
+
+    def dense(self, batch: Dense) -> Tensor:
+        a, p, n = batch.batch.triplets or self._dense_triplets(batch)
+        u_an = torch.maximum(batch.u[a, n], batch.u[p, n]) if self.swap else batch.u[a, n]
+        term = self._loss(batch.u[a, p], u_an)
+        return self._average(term.sum(), (term > 0).sum(), torch.tensor(len(a), device=term.device))

@@ -1,0 +1,213 @@
+"""The torch ops: one schema, one fake and one autograd formula for each engine, whatever the backend.
+
+An op looks up its kernel by the ``backend`` argument (:mod:`pydml.backends`). Engines leave row statistics behind, not
+losses: what a loss makes of them is a little PyTorch on [B] vectors in ``pydml/losses``, differentiated by autograd.
+The backward ops take the output gradients, what the forward left behind, and the forward's own arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydml.backends import kernel
+from pydml.policy import POLICIES
+
+_MATRIX = "Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels"
+
+
+def compute_dtype(z: Tensor) -> torch.dtype:
+    """fp64 stays fp64, everything else is computed, and returned, in fp32."""
+    return torch.float64 if z.dtype == torch.float64 else torch.float32
+
+
+def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define ``pydml::name``; the op's last argument is the backend, the kernel gets all the others."""
+    torch.library.define(f"pydml::{name}", f"({arguments}, str backend) -> {returns}")
+
+    def run(*arguments: Any) -> Any:
+        return kernel(arguments[-1], name)(*arguments[:-1])
+
+    torch.library.impl(f"pydml::{name}", "default", run)
+    torch.library.register_fake(f"pydml::{name}", fake)
+    op: Callable[..., Any] = getattr(torch.ops.pydml, name).default
+    return op
+
+
+def _no_double_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(
+        "pydml: double backward is not supported by the fused ops; use backend='dense' for second derivatives"
+    )
+
+
+def _differentiable(
+    name: str, arguments: str, returns: str, fake: Callable[..., Any], grads: int, kept: int
+) -> Callable[..., Any]:
+    """Define ``name`` and ``name_backward``: gradients of the first ``grads`` outputs flow to rows and columns.
+
+    The backward op gets those gradients, the first ``kept`` outputs, the forward's arguments, and which of the two
+    gradients are wanted; it returns both, empty where not wanted.
+    """
+    op = _define(name, arguments, returns, fake)
+    tensors = ", ".join(f"Tensor grad{i}" for i in range(grads)) + "".join(f", Tensor kept{i}" for i in range(kept))
+
+    def fake_backward(*args: Any) -> tuple[Tensor, Tensor]:
+        rows, cols = args[grads + kept : grads + kept + 2]
+        want_rows, want_cols = args[-3:-1]
+        return (
+            torch.empty_like(rows, memory_format=torch.contiguous_format) if want_rows else rows.new_empty(0),
+            torch.empty_like(cols, memory_format=torch.contiguous_format) if want_cols else rows.new_empty(0),
+        )
+
+    back = _define(
+        f"{name}_backward",
+        f"{tensors}, {arguments}, bool want_rows, bool want_cols",
+        "(Tensor, Tensor)",
+        fake_backward,
+    )
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        tensors = [*outputs[:kept], *(x for x in inputs if isinstance(x, Tensor))]
+        ctx.save_for_backward(*tensors)
+        ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
+        ctx.shapes = [(x.shape, x.dtype, x.device) for x in outputs[:grads]]
+
+    def backward(ctx: Any, *g: Any) -> tuple[Any, ...]:
+        saved = list(ctx.saved_tensors)
+        outputs, tensors = saved[:kept], iter(saved[kept:])
+        inputs = [next(tensors) if t else x for x, t in zip(ctx.inputs, ctx.is_tensor, strict=True)]
+        given = [
+            torch.zeros(shape, dtype=dtype, device=device) if x is None else x.contiguous()
+            for x, (shape, dtype, device) in zip(g, ctx.shapes, strict=False)
+        ]
+        want_rows, want_cols = ctx.needs_input_grad[0], inputs[1] is not None and ctx.needs_input_grad[1]
+        d_rows, d_cols = back(*given, *outputs, *inputs[:-1], want_rows, want_cols, inputs[-1])
+        rest = [None] * (len(inputs) - 2)
+        return (d_rows if want_rows else None, d_cols if want_cols else None, *rest)
+
+    torch.library.register_autograd(f"pydml::{name}", backward, setup_context=setup_context)
+    torch.library.register_autograd(f"pydml::{name}_backward", _no_double_backward)
+    return op
+
+
+def _fake_pair(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    policy, backend = rest[2], rest[-1]
+    n = rows.shape[0]
+    dtype = compute_dtype(rows)
+    saved = kernel(backend, "pair_saved")(rows, cols, *rest[2:-1])
+    return (
+        rows.new_empty((n, len(POLICIES[policy].slots)), dtype=dtype),
+        rows.new_empty((n, 2), dtype=dtype),
+        rows.new_empty(saved, dtype=torch.uint8),
+    )
+
+
+#: Row statistics [R, K] of a policy, mining thresholds [R, 2], and bytes that the backend keeps for its backward.
+pair = _differentiable(
+    "pair",
+    f"{_MATRIX}, Tensor? row_field, Tensor? col_field, str policy, float[] params, str view, bool normalize, "
+    "float? epsilon, int pool_size, float sharpness",
+    "(Tensor, Tensor, Tensor)",
+    _fake_pair,
+    grads=1,
+    kept=3,
+)
+
+#: Oriented similarities [n] of listed pairs.
+dots = _differentiable(
+    "dots",
+    "Tensor rows, Tensor? cols, Tensor i, Tensor j, str view, bool normalize",
+    "Tensor",
+    lambda rows, cols, i, *_: rows.new_empty(i.shape[0], dtype=compute_dtype(rows)),
+    grads=1,
+    kept=0,
+)
+
+
+def _fake_histogram(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, nodes: int, *_: Any) -> Any:
+    counts = rows.new_empty((rows.shape[0], nodes), dtype=compute_dtype(rows))
+    return counts, torch.empty_like(counts)
+
+
+#: Soft counts [R, nodes] of u for positives and for negatives.
+histogram = _differentiable(
+    "histogram",
+    f"{_MATRIX}, int nodes, float low, float high, str view, bool normalize",
+    "(Tensor, Tensor)",
+    _fake_histogram,
+    grads=2,
+    kept=0,
+)
+
+
+def _fake_triplet(rows: Tensor, *_: Any) -> Any:
+    total = rows.new_empty(rows.shape[0], dtype=compute_dtype(rows))
+    return total, torch.empty_like(total)
+
+
+#: Per anchor [R]: the sum of its triplets' losses, and how many of them are above 0.
+triplet = _differentiable(
+    "triplet",
+    f"{_MATRIX}, str mode, float margin, bool swap, bool smooth, str view, bool normalize",
+    "(Tensor, Tensor)",
+    _fake_triplet,
+    grads=1,
+    kept=0,
+)
+
+#: Columns [R] of the easy/hard/semi-hard positive and negative of every row, -1 where there is none.
+extremes = _define(
+    "extremes",
+    f"{_MATRIX}, str positive, str negative, str view, bool normalize",
+    "(Tensor, Tensor)",
+    lambda rows, cols, row_labels, *_: (torch.empty_like(row_labels), torch.empty_like(row_labels)),
+)
+
+#: The k pairs (i, j) of largest loss, -1 beyond the last.
+topk = _define(
+    "topk",
+    f"{_MATRIX}, str policy, float[] params, int k, str side, str view, bool normalize",
+    "(Tensor, Tensor)",
+    lambda rows, cols, row_labels, col_labels, policy, params, k, *_: (
+        row_labels.new_empty(k),
+        row_labels.new_empty(k),
+    ),
+)
+
+
+def _fake_mined(rows: Tensor, cols: Any, row_labels: Tensor, *_: Any) -> Any:
+    context = torch.library.get_ctx()
+    positives, negatives = context.new_dynamic_size(), context.new_dynamic_size()
+    return tuple(row_labels.new_empty(n) for n in (positives, positives, negatives, negatives))
+
+
+#: Multi-Similarity's mined pairs (a1, p, a2, n), or all pairs.
+mined = _define(
+    "mined",
+    f"{_MATRIX}, float? epsilon, str view, bool normalize",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    _fake_mined,
+)
+
+#: One distance-weighted negative for each anchor, -1 where there is none.
+sample = _define(
+    "sample",
+    f"{_MATRIX}, Tensor anchors, Tensor seed, float cutoff, float nonzero_loss_cutoff",
+    "Tensor",
+    lambda rows, cols, row_labels, col_labels, anchors, *_: torch.empty_like(anchors),
+)
+
+
+def _fake_rank(rows: Tensor, cols: Any, row_labels: Tensor, *_: Any) -> Any:
+    n = rows.shape[0]
+    pair_of = row_labels.new_empty((n, 2))
+    return row_labels.new_empty(n), pair_of, torch.empty_like(pair_of), pair_of.to(torch.float64)
+
+
+#: Per query: positives [R], negatives above the best, hits and average precision among the first R [R, 2].
+rank = _define("rank", f"{_MATRIX}, bool normalize", "(Tensor, Tensor, Tensor, Tensor)", _fake_rank)

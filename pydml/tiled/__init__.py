@@ -1,0 +1,28 @@
+"""The ``tiled`` backend: every engine in plain PyTorch, in row chunks, with our own backward."""
+
+from pydml.tiled.dots import dots, dots_backward
+from pydml.tiled.histogram import histogram, histogram_backward
+from pydml.tiled.pair import pair, pair_backward, pair_saved
+from pydml.tiled.rank import rank
+from pydml.tiled.select import extremes, mined, sample, topk
+from pydml.tiled.triplet import triplet, triplet_backward
+
+KERNELS = {
+    f.__name__: f
+    for f in (
+        pair,
+        pair_backward,
+        pair_saved,
+        dots,
+        dots_backward,
+        histogram,
+        histogram_backward,
+        triplet,
+        triplet_backward,
+        extremes,
+        topk,
+        mined,
+        sample,
+        rank,
+    )
+}

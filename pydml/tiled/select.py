@@ -1,0 +1,153 @@
+"""The select engine in plain PyTorch: which pairs a miner or a selecting loss keeps. Indices only, no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pydml.policy import POLICIES
+from pydml.tiled.pair import keep, mine
+from pydml.tiled.sides import Matrix, Tile
+
+
+def _extreme(u: Tensor, member: Tensor, largest: bool) -> Tensor:
+    """Column of the largest (smallest) u among members, the first of equals; -1 where there is none."""
+    best = u.masked_fill(~member, -torch.inf).amax(1) if largest else u.masked_fill(~member, torch.inf).amin(1)
+    at = (member & (u == best[:, None])).to(torch.uint8).argmax(1)
+    return torch.where(member.any(1), at, -1)
+
+
+def _at(u: Tensor, index: Tensor, missing: float) -> Tensor:
+    return torch.where(index >= 0, u.gather(1, index.clamp_min(0)[:, None])[:, 0], missing)[:, None]
+
+
+def _extremes(tile: Tile, positive: str, negative: str) -> tuple[Tensor, Tensor]:
+    if positive == "semihard":  # the hardest positive that is still nearer than the chosen negative
+        n = _extreme(tile.u, tile.diff, largest=negative == "hard")
+        return _extreme(tile.u, tile.same & (tile.u > _at(tile.u, n, torch.inf)), largest=False), n
+    p = _extreme(tile.u, tile.same, largest=positive == "easy")
+    member = tile.diff
+    if negative == "semihard":  # the hardest negative that is still farther than the chosen positive
+        member = member & (tile.u < _at(tile.u, p, -torch.inf))
+    return p, _extreme(tile.u, member, largest=negative != "easy")
+
+
+def extremes(
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    positive: str,
+    negative: str,
+    view: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """Column of the easy/hard/semi-hard positive and negative of every row; -1 where it has none."""
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    p, n = row_labels.new_full((2, len(rows)), -1).unbind()
+    for tile in m.tiles():
+        p[tile.rows], n[tile.rows] = _extremes(tile, positive, negative)
+    return p, n
+
+
+def topk(
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    policy: str,
+    params: Sequence[float],
+    k: int,
+    side: str,
+    view: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """The k pairs (i, j) of largest loss, ties to the smaller (i, j); -1 beyond the last pair.
+
+    Unordered pairs (i < j) where the columns are the rows, else every (row, column) pair.
+    """
+    loss = POLICIES[policy](*params)
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    zero = m.row.x.new_zeros(1, 1)
+    best, flat = m.row.x.new_full((k,), -torch.inf), row_labels.new_full((k,), -1)
+    for tile in m.tiles():
+        member = {"positives": tile.same, "negatives": tile.diff}.get(side, tile.same | tile.diff)
+        if m.symmetric:
+            member = member & (tile.rows[:, None] < torch.arange(m.shape[1], device=rows.device))
+        value = torch.where(tile.same, loss.term(0, tile.u, zero, zero), loss.term(1, tile.u, zero, zero))
+        value = value.masked_fill(~member, -torch.inf).flatten()
+        least = value.topk(min(k, len(value))).values[-1:]
+        at = ((value >= least) & member.flatten()).nonzero()[:, 0]  # in the order of (i, j)
+        best, order = torch.cat((best, value[at])).sort(descending=True, stable=True)
+        flat = torch.cat((flat, at + tile.rows[0] * m.shape[1]))[order]
+        best, flat = best[:k], flat[:k]
+    # -inf stands for "no pair"; the initial fillers come first among them, hence stay -1
+    i = torch.where(flat < 0, -1, flat // max(m.shape[1], 1))
+    return i, torch.where(flat < 0, -1, flat % max(m.shape[1], 1))
+
+
+def mined(
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    epsilon: float | None,
+    view: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Multi-Similarity's mined pairs (a1, p, a2, n); with no ``epsilon``, all pairs."""
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    found: list[tuple[Tensor, ...]] = []
+    for tile in m.tiles():
+        if epsilon is not None:
+            keep(tile, mine(tile, epsilon))
+        a1, p = tile.same.nonzero(as_tuple=True)
+        a2, n = tile.diff.nonzero(as_tuple=True)
+        found.append((tile.rows[a1], p, tile.rows[a2], n))
+    empty = row_labels.new_empty(0)
+    a1, p, a2, n = (torch.cat(part) for part in zip(*found, strict=True)) if found else (empty.clone() for _ in "apan")
+    return a1, p, a2, n
+
+
+def uniform(seed: Tensor, counter: Tensor) -> Tensor:
+    """Uniforms in (0, 1) from a counter: splitmix64's finaliser, so that a draw hangs on nothing but its place."""
+
+    def shift(v: Tensor, bits: int) -> Tensor:  # logical, as the unsigned shift of the kernels
+        return (v >> bits) & ((1 << (64 - bits)) - 1)
+
+    v = (counter + 1) * -7046029254386353131 + seed
+    v = (v ^ shift(v, 30)) * -4658895280553007687
+    v = (v ^ shift(v, 27)) * -7723592293110705685
+    v = v ^ shift(v, 31)
+    return (shift(v, 11).double() + 0.5) * 2.0**-53
+
+
+def sample(
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    anchors: Tensor,
+    seed: Tensor,
+    cutoff: float,
+    nonzero_loss_cutoff: float,
+) -> Tensor:
+    """For each anchor a negative drawn with weight 1/q(D) by Gumbel-max, -1 where no weight is above 0.
+
+    log w = (2-d)·log D - (d-3)/2·log(1-D²/4), D clamped below at ``cutoff``, only D < ``nonzero_loss_cutoff``
+    (Wu et al. 2017, section 4).
+    """
+    m = Matrix(rows, cols, row_labels, col_labels, "euclidean", True)
+    dim = rows.shape[1]
+    columns = torch.arange(m.shape[1], device=rows.device)
+    drawn = torch.full_like(anchors, -1)
+    for places in torch.arange(len(anchors), device=rows.device).split(1024) if len(columns) else ():
+        tile = m.tile(anchors[places])
+        d = (-tile.u.double()).clamp_min(cutoff)
+        log_w = (2.0 - dim) * d.log() - (dim - 3) / 2 * torch.log1p(-0.25 * d * d)
+        member = tile.diff & (d < nonzero_loss_cutoff) & torch.isfinite(log_w)
+        gumbel = -torch.log(-torch.log(uniform(seed, places[:, None] * len(columns) + columns)))
+        drawn[places] = _extreme(log_w + gumbel, member, largest=True)
+    return drawn

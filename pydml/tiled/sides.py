@@ -1,0 +1,186 @@
+"""Rows, columns and tiles of the similarity matrix that is never stored: what all tiled engines share.
+
+The readable model of the kernels: normalise, walk over blocks of rows, turn dot products into oriented similarities,
+and carry dL/du back to the embeddings, a block at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Elements of one tile; the rows of a tile are chosen so that temporaries stay near 16 MiB in fp32.
+TILE_ELEMENTS = 1 << 22
+#: ‖z‖ is clamped here, as torch.nn.functional.normalize does.
+TINY = 1e-12
+
+
+def compute_dtype(z: Tensor) -> torch.dtype:
+    """fp64 stays fp64, everything else is computed in fp32."""
+    return torch.float64 if z.dtype == torch.float64 else torch.float32
+
+
+def near_tolerance(dtype: torch.dtype) -> float:
+    """S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves."""
+    return 1e-13 if dtype == torch.float64 else 1e-5
+
+
+class Side:
+    """One set of embeddings ``z`` [n, d]: what the matrix is made of (``x``), and the gradient that comes back."""
+
+    def __init__(self, z: Tensor, normalize: bool) -> None:
+        self.dtype, self.normalize = z.dtype, normalize
+        z = z.detach().to(compute_dtype(z))
+        self.norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)  # [n, 1]
+        self.x = z / self.norm.clamp_min(TINY) if normalize else z
+        self.finite = torch.isfinite(self.norm).all()
+        self.grad: Tensor | None = None
+
+    def start_gradient(self) -> None:
+        self.grad = torch.zeros_like(self.x)
+
+    def push(self, index: Tensor, g: Tensor) -> None:
+        """Add dL/dx of some rows."""
+        if self.grad is not None:
+            self.grad.index_add_(0, index, g)
+
+    def gradient(self) -> Tensor:
+        """dL/dz from dL/dx: the normalisation's own backward. Empty where it was not asked for."""
+        g = self.grad
+        if g is None:
+            return self.x.new_empty(0, dtype=self.dtype)
+        if self.normalize:
+            radial = (g * self.x).sum(1, keepdim=True) * self.x
+            g = torch.where(self.norm > TINY, g - radial, g) / self.norm.clamp_min(TINY)
+        return g.to(self.dtype)
+
+
+@dataclass
+class Tile:
+    """Rows ``rows`` of the matrix against all columns."""
+
+    rows: Tensor  # [r] their indices
+    u: Tensor  # [r, N] oriented similarity
+    same: Tensor  # [r, N] bool: positives, self excluded
+    diff: Tensor  # [r, N] bool: negatives
+    slope: Tensor | None  # [r, N] du/dD² where u is a distance
+    near: tuple[Tensor, Tensor] | None  # pairs whose D² came from the rows
+
+
+class Matrix:
+    """The R×N matrix of oriented similarities, by tiles."""
+
+    def __init__(
+        self,
+        rows: Tensor,
+        cols: Tensor | None,
+        row_labels: Tensor,
+        col_labels: Tensor | None,
+        view: str,
+        normalize: bool,
+    ) -> None:
+        self.symmetric = cols is None
+        self.view = view
+        self.row = Side(rows, normalize)
+        self.col = self.row if cols is None else Side(cols, normalize)
+        self.row_labels = row_labels
+        self.col_labels = row_labels if col_labels is None else col_labels
+        self.columns = torch.arange(len(self.col.x), device=rows.device)
+        self.finite = self.row.finite & self.col.finite
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.row.x.shape[0], self.col.x.shape[0]
+
+    def tiles(self) -> Iterator[Tile]:
+        """The matrix by blocks of whole rows; nothing where it has no columns."""
+        rows, cols = self.shape
+        if cols:
+            for block in torch.arange(rows, device=self.row.x.device).split(max(16, min(1024, TILE_ELEMENTS // cols))):
+                yield self.tile(block)
+
+    def tile(self, rows: Tensor) -> Tile:
+        same = self.row_labels[rows, None] == self.col_labels[None, :]
+        diff = ~same
+        self.clear_self(same, rows)
+        u, slope, near = self.similarity(rows)
+        return Tile(rows, u, same, diff, slope, near)
+
+    def clear_self(self, mask: Tensor, rows: Tensor) -> None:
+        """Self pairs are excluded by index, never by value."""
+        if self.symmetric:
+            mask[torch.arange(len(rows), device=rows.device), rows] = False
+
+    def similarity(self, rows: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+        """u, du/dD² and the near pairs of a block of rows."""
+        x, y = self.row.x[rows], self.col.x
+        s = x @ y.T
+        if self.view == "dot":
+            return s, None, None
+        size = (x * x).sum(1)[:, None] + (y * y).sum(1)[None, :]
+        d2 = size - 2 * s
+        close = d2 < near_tolerance(s.dtype) * size
+        self.clear_self(close, rows)
+        i, j = close.nonzero(as_tuple=True)
+        d2[i, j] = self.near_squares(x, i, j)
+        if self.view == "cosine":
+            s[i, j] = 1 - d2[i, j] / 2
+            return s, None, None
+        d2 = d2.clamp_min_(0)
+        if self.view == "squared":
+            return -d2, torch.full_like(d2, -1.0), (i, j)
+        d = d2.sqrt()
+        return -d, torch.where(d > 0, -0.5 / d, 0), (i, j)  # at D=0 the gradient of D is 0
+
+    def near_squares(self, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """‖x_i - y_j‖² of listed pairs, in slices that hold no more than a tile does."""
+        step = max(1, TILE_ELEMENTS // max(x.shape[1], 1))
+        parts = [(x[a] - self.col.x[b]).square().sum(1) for a, b in zip(i.split(step), j.split(step), strict=True)]
+        return torch.cat(parts) if parts else x.new_empty(0)
+
+    def start_gradient(self, want_rows: bool, want_cols: bool) -> None:
+        if want_rows:
+            self.row.start_gradient()
+        if want_cols and not self.symmetric:
+            self.col.start_gradient()
+
+    def add_weights(self, tile: Tile, w: Tensor) -> None:
+        """Carry w = dL/du of a tile (0 outside its pairs) to the gradients of rows and columns."""
+        x, y = self.row.x[tile.rows], self.col.x
+        if tile.slope is None:
+            if self.row.grad is not None:
+                self.row.push(tile.rows, w @ y)
+            if self.col.grad is not None:
+                self.col.push(self.columns, w.T @ x)
+            return
+        q = 2 * w * tile.slope  # dD²/dx_i = 2 (x_i - y_j)
+        assert tile.near is not None
+        i, j = tile.near
+        step = max(1, TILE_ELEMENTS // max(x.shape[1], 1))
+        for a, b in zip(i.split(step), j.split(step), strict=True):  # differences first: q is huge where D is tiny
+            push = q[a, b, None] * (x[a] - y[b])
+            self.row.push(tile.rows[a], push)
+            self.col.push(b, -push)
+        q[i, j] = 0
+        if self.row.grad is not None:
+            self.row.push(tile.rows, q.sum(1, keepdim=True) * x - q @ y)
+        if self.col.grad is not None:
+            self.col.push(self.columns, q.sum(0)[:, None] * y - q.T @ x)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """dL/d rows and dL/d columns (empty where the columns are the rows: theirs is in the first already)."""
+        g = self.row.gradient()
+        return g, g.new_empty(0) if self.symmetric else self.col.gradient()
+
+    def poison(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """NaN in, NaN out: no comparison may hide a NaN or an infinity of the embeddings."""
+        return tuple(torch.where(self.finite, v, torch.nan) for v in values)
+
+
+def beyond(k: Tensor, member: Tensor, thresholds: int) -> Tensor:
+    """[r, thresholds]: how many members have passed each threshold, from how many thresholds each member passed."""
+    passed = k.new_zeros(len(k), thresholds + 1).scatter_add_(1, torch.where(member, k, 0), member.to(k.dtype))
+    return passed.flip(1).cumsum(1).flip(1)[:, 1:]
