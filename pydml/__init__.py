@@ -7,3 +7,5 @@ from pydml.backends import backends, use_backend
 
 __version__ = importlib.metadata.version("pydml-kernels")
 __all__ = ["backends", "losses", "use_backend"]
+
+backends()  # load them now: torch.compile cannot trace an import

@@ -6,9 +6,9 @@ Every engine (:mod:`pydml.ops`) asks here for its kernel, so that adding a backe
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,7 +24,15 @@ BACKENDS: dict[str, str] = {
 }
 
 Kernel = Callable[..., Any]
-_chosen: ContextVar[str] = ContextVar("pydml_backend", default="auto")
+
+
+class _Chosen(threading.local):
+    """What :func:`use_backend` says in this thread (a ContextVar would stop torch.compile's tracing)."""
+
+    name = "auto"
+
+
+_chosen = _Chosen()
 _tables: dict[str, dict[str, Kernel]] = {}
 _reasons: dict[str, str] = {}
 
@@ -68,21 +76,21 @@ def _check_name(name: str) -> str:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Use one backend for every call inside the block (in this thread or task).
+    """Use one backend for every call inside the block, in this thread.
 
     >>> with pydml.use_backend("dense"):
     ...     loss = pydml.losses.MultiSimilarityLoss()(torch.eye(4), torch.tensor([0, 0, 1, 1]))
     """
-    token = _chosen.set(_check_name(name))
+    before, _chosen.name = _chosen.name, _check_name(name)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen.name = before
 
 
 def resolve(requested: str, device: torch.device) -> str:
     """The backend for one call: the call's own argument, then :func:`use_backend`, then the best for the device."""
-    name = requested if requested != "auto" else _chosen.get()
+    name = requested if requested != "auto" else _chosen.name
     if name != "auto":
         _check_name(name)
         if name in ("cpu", "cuda-emulated") and device.type != "cpu":

@@ -59,7 +59,7 @@ class Batch:
         """The loss of a batch with nothing to learn from: 0 that still has a graph."""
         return (self.embeddings.to(self.dtype) * 0).sum()
 
-    @cached_property
+    @property
     def counts(self) -> tuple[Tensor, Tensor]:
         """Number of positives and of negatives of each row."""
         if self.pairs is not None:
@@ -74,13 +74,12 @@ class Batch:
         assert self.ref_labels is not None
         return count_in(labels, self.ref_labels) - int(self.ref is None)
 
-    @cached_property
-    def pairs(self) -> Pairs | None:
-        """The miner's tuple as pairs (a1, p, a2, n)."""
-        if self.indices is None:
-            return None
-        a, p, *rest = self.indices
-        return (a, p, a, rest[0]) if len(rest) == 1 else (a, p, rest[0], rest[1])
+    def __post_init__(self) -> None:
+        #: The miner's tuple as pairs (a1, p, a2, n).
+        self.pairs: Pairs | None = None
+        if self.indices is not None:
+            a, p, *rest = self.indices
+            self.pairs = (a, p, a, rest[0]) if len(rest) == 1 else (a, p, rest[0], rest[1])
 
     def unique_pairs(self) -> None:
         """Count a pair that occurs twice in the tuple once."""
@@ -88,9 +87,8 @@ class Batch:
             a1, p, a2, n = self.pairs
             pos, neg = (torch.unique(torch.stack(side), dim=1) for side in ((a1, p), (a2, n)))
             self.pairs = (pos[0], pos[1], neg[0], neg[1])
-            self.__dict__.pop("counts", None)
 
-    @cached_property
+    @property
     def triplets(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The miner's tuple as triplets: pairs are joined on their anchor."""
         if self.indices is None or len(self.indices) == 3:

@@ -65,8 +65,9 @@ class HistogramLoss(MetricLoss):
         return h.index_add(0, left, 1 - (at - left)).index_add(0, left + 1, at - left)
 
     def fused(self, batch: Batch) -> Tensor:
-        if batch.triplets is not None:
-            a, p, n = batch.triplets
+        listed = batch.triplets
+        if listed is not None:
+            a, p, n = listed
             sides = (batch.dots(*self._unordered(a, p)), batch.dots(*self._unordered(a, n)))
             return self._overlap(self._soft(sides[0]), self._soft(sides[1]))
         labels = batch.known_labels()
@@ -79,8 +80,9 @@ class HistogramLoss(MetricLoss):
         return self._overlap(torch.where(lone[:, None], 0, positives).sum(0) / 2, negatives.sum(0) / 2)
 
     def dense(self, batch: Dense) -> Tensor:
-        if batch.batch.triplets is not None:
-            a, p, n = batch.batch.triplets
+        listed = batch.batch.triplets
+        if listed is not None:
+            a, p, n = listed
             pos, neg = batch.S[self._unordered(a, p)], batch.S[self._unordered(a, n)]
         else:
             above = torch.ones_like(batch.same).triu(1)

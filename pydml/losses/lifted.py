@@ -42,7 +42,7 @@ class LiftedStructureLoss(MetricLoss):
 
     def fused(self, batch: Batch) -> Tensor:
         e = batch.stats("exponential", [0.0, 0.0, 1.0, self.oriented(self.neg_margin)])[:, 1]
-        pairs = batch.counts[0]
+        pairs = batch.counts[0].to(e.dtype)
         if batch.pairs is not None:
             a, p, a2, _ = batch.pairs
             if not len(a) or not len(a2):

@@ -80,10 +80,10 @@ class MarginLoss(MetricLoss):
 
     def _times(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Of every anchor, how often a positive and how often a negative occurs in its triplets."""
-        n_pos, n_neg = (n.to(batch.dtype) for n in batch.counts)
+        n_pos, n_neg = batch.counts
         if batch.indices is not None and len(batch.indices) == 3:
-            return torch.ones_like(n_neg), torch.ones_like(n_pos)
-        return n_neg, n_pos
+            n_pos, n_neg = torch.ones_like(n_pos), torch.ones_like(n_neg)
+        return n_neg.to(batch.dtype), n_pos.to(batch.dtype)
 
     def fused(self, batch: Batch) -> Tensor:
         betas = self._betas(batch)

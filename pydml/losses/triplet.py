@@ -92,8 +92,9 @@ class TripletMarginLoss(MetricLoss):
         return self._average(term.sum(), (term > 0).sum(), real.sum())
 
     def fused(self, batch: Batch) -> Tensor:
-        if batch.triplets is not None:
-            return self._listed(batch, *batch.triplets, torch.ones_like(batch.triplets[0], dtype=torch.bool))
+        listed = batch.triplets
+        if listed is not None:
+            return self._listed(batch, *listed, torch.ones_like(listed[0], dtype=torch.bool))
         if self.triplets == "hard":
             p, n = ops.extremes(*batch.matrix(), "hard", "hard", batch.view, batch.normalize, batch.backend)
             a = torch.arange(len(p), device=p.device)

@@ -17,7 +17,7 @@ def rank(
     """
     m = Matrix(rows, cols, row_labels, col_labels, "dot", normalize)
     positives = row_labels.new_zeros(len(rows))
-    above, hits = row_labels.new_zeros(2, len(rows), 2).unbind()
+    above, hits = row_labels.new_zeros(len(rows), 2), row_labels.new_zeros(len(rows), 2)
     precision = m.row.x.new_zeros((len(rows), 2), dtype=torch.float64)
     for tile in m.tiles():
         number = tile.same.sum(1)

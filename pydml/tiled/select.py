@@ -46,7 +46,7 @@ def extremes(
 ) -> tuple[Tensor, Tensor]:
     """Column of the easy/hard/semi-hard positive and negative of every row; -1 where it has none."""
     m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
-    p, n = row_labels.new_full((2, len(rows)), -1).unbind()
+    p, n = row_labels.new_full((len(rows),), -1), row_labels.new_full((len(rows),), -1)
     for tile in m.tiles():
         p[tile.rows], n[tile.rows] = _extremes(tile, positive, negative)
     return p, n
