@@ -74,6 +74,8 @@ class MetricLoss(_Base):  # type: ignore[misc]
     #: Does it take ``ref_emb``? Does it take ``indices_tuple``?
     takes_ref: ClassVar[bool] = True
     takes_tuple: ClassVar[bool] = True
+    #: Must bit-identical rows have S = 1 to the last bit?
+    exact_cosines: ClassVar[bool] = False
     #: For the tables: formula in one line, paper, and PML's name for it if PML has it.
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
@@ -184,7 +186,9 @@ class MetricLoss(_Base):  # type: ignore[misc]
     @property
     def view(self) -> str:
         """How the engines see a pair: what the oriented similarity u is."""
-        return "dot" if self.distance == "cosine" else self.distance
+        if self.distance == "cosine":
+            return "cosine" if self.exact_cosines and self.normalize_embeddings else "dot"
+        return self.distance
 
     def oriented(self, margin: float) -> float:
         """A margin on the scale of u: distances are negative there."""

@@ -32,6 +32,7 @@ class ContrastiveLoss(MetricLoss):
 
     distances = ("euclidean", "cosine", "squared")
     over_anchors = False
+    exact_cosines = True
     reductions = ("nonzero", "mean", "sum", "anchor")
     formula = "avg₊[D-m₊]₊ + avg₋[m₋-D]₊, over nonzero terms"
     paper = "Hadsell et al. 2006"
@@ -47,10 +48,6 @@ class ContrastiveLoss(MetricLoss):
         self.denominator = checks.choice("denominator", denominator, ("nonzero", "pairs", "batch"))
         if self.reduction != "nonzero" and denominator != "nonzero":
             raise ValueError(f"denominator: got {denominator!r} beside a reducer, wanted only one of the two")
-
-    @property
-    def view(self) -> str:
-        return "cosine" if self.distance == "cosine" and self.normalize_embeddings else super().view
 
     def _average(self, total: Tensor, above: Tensor, pairs: Tensor) -> Tensor:
         """One side from its rows' sums, numbers of terms above 0 and numbers of pairs."""

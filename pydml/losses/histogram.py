@@ -25,6 +25,7 @@ class HistogramLoss(MetricLoss):
     """
 
     over_anchors = False
+    exact_cosines = True
     reductions = ("mean", "sum", "nonzero", "anchor", "divisor")  # the value is one number: all the same
     takes_ref = False
     formula = "Σ_r h⁻_r Σ_{q≤r} h⁺_q"
@@ -41,10 +42,6 @@ class HistogramLoss(MetricLoss):
                 raise ValueError(f"delta: got {delta!r} with n_bins={n_bins!r}, wanted delta = 2/n_bins")
             n_bins = bins
         self.n_bins = checks.integer("n_bins", 100 if n_bins is None else n_bins, least=1)
-
-    @property
-    def view(self) -> str:
-        return "cosine"
 
     @staticmethod
     def _overlap(positives: Tensor, negatives: Tensor) -> Tensor:
