@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -81,3 +82,192 @@ def assert_close(got: Any, want: Any, rtol: float, what: str = "value", floor: f
         return
     error, scale = np.abs(got - want).max(), max(np.abs(want).max(), floor)
     assert error <= rtol * scale, f"{what}: off by {error:.3g} where the largest entry is {scale:.3g}, rtol {rtol:g}"
+
+
+# Losses with arguments, for the tests that go over all of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss of the registry with its arguments; ``num_classes`` and the like are filled in by :meth:`build`."""
+
+    id: str
+    loss: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def cls(self) -> type[MetricLoss]:
+        return LOSSES[self.loss]
+
+    @property
+    def proxy(self) -> bool:
+        return issubclass(self.cls, ProxyLoss)
+
+    @property
+    def takes_ref(self) -> bool:
+        return self.cls.takes_ref and not self.arguments.get("swap", False)
+
+    @property
+    def takes_tuple(self) -> bool:
+        return self.cls.takes_tuple and "epsilon" not in self.arguments and "triplets" not in self.arguments
+
+    @property
+    def per_class(self) -> bool:
+        """Do labels have to be classes 0 … C-1?"""
+        return self.proxy or "num_classes" in self.arguments
+
+    def build(self, num_classes: int, dim: int, dtype: torch.dtype = torch.float64, **more: Any) -> MetricLoss:
+        """The module, its parameters drawn from a fixed seed."""
+        arguments = self.arguments | more
+        if self.proxy:
+            arguments |= {"num_classes": num_classes, "embedding_size": dim}
+        elif "num_classes" in arguments:
+            arguments["num_classes"] = num_classes
+        loss_fn = self.cls(**arguments).to(dtype)
+        g = generator(num_classes, dim)
+        with torch.no_grad():
+            for parameter in loss_fn.parameters():
+                if self.proxy:
+                    parameter.copy_(torch.randn(parameter.shape, generator=g, dtype=torch.float64))
+                else:  # the boundary of the margin loss
+                    parameter.add_(0.1 * torch.rand(parameter.shape, generator=g, dtype=torch.float64))
+        return loss_fn
+
+
+def _cases() -> list[Case]:
+    table: dict[str, dict[str, dict[str, Any]]] = {
+        "ms": {"": {}, "mined": {"epsilon": 0.1}, "euclidean": {"distance": "euclidean", "base": 1.0, "beta": 10}},
+        "ms_mining": {"": {}},
+        "contrastive": {
+            "": {},
+            "cosine": {"distance": "cosine", "pos_margin": 0.9, "neg_margin": 0.1},
+            "batch": {"denominator": "batch"},
+            "raw": {"normalize_embeddings": False, "neg_margin": 6},
+        },
+        "binomial": {"": {}, "mined": {"epsilon": 0.1}},
+        "lifted": {"": {}, "cosine": {"distance": "cosine", "neg_margin": 0, "pos_margin": 0.5}},
+        "generalized_lifted": {"": {}, "cosine": {"distance": "cosine", "neg_margin": 0, "pos_margin": 0.5}},
+        "lifted_star": {"": {}, "mined": {"epsilon": 0.1}},
+        "bin_lifted": {"": {}},
+        "nca": {"": {}, "sharp": {"softmax_scale": 8}},
+        "n_pairs": {"": {}},
+        "margin": {
+            "": {},
+            "learned": {"learn_beta": True, "nu": 0.2},
+            "per_class": {"learn_beta": True, "nu": 0.2, "num_classes": 0},
+        },
+        "triplet": {
+            "": {},
+            "swap": {"swap": True, "margin": 0.2},
+            "smooth": {"smooth_loss": True},
+            "cosine": {"distance": "cosine", "margin": 0.1},
+            "hard": {"triplets": "hard", "margin": 0.2},
+            "semihard": {"triplets": "semihard", "margin": 0.2},
+        },
+        "extreme_triplet": {
+            "": {},
+            "semihard": {"negative": "semihard"},
+            "second_order": {"positive": "hard", "negative": "easy", "order": 2},
+        },
+        "histogram": {"": {}, "coarse": {"n_bins": 7}},
+        "fast_ap": {"": {}},
+        "dro_topk": {
+            "": {"k": 9},
+            "binomial": {"k": 9, "base_loss": "binomial"},
+            "balanced": {"k": 8, "balanced": True},
+        },
+        "dro_kl": {"": {}, "binomial": {"base_loss": "binomial"}},
+        "dro_kl_grouped": {"": {}, "binomial": {"base_loss": "binomial", "gamma_pos": 0.3}},
+        "normalized_softmax": {"": {}},
+        "proxy_nca": {"": {}, "paper": {"include_positive": False, "softmax_scale": 3}},
+        "arcface": {"": {"scale": 16}, "wide": {"margin": 100, "scale": 8}},
+        "soft_triple": {"": {"centers_per_class": 3}, "merging": {"centers_per_class": 2, "tau": 0.2}},
+        "proxy_anchor": {"": {}},
+        "proxy_repulsion": {"": {"alpha": 4}, "proxy": {"variant": "proxy"}, "mean": {"aggregate": "mean"}},
+    }
+    return [
+        Case(f"{loss}-{variant}" if variant else loss, loss, arguments)
+        for loss, variants in table.items()
+        for variant, arguments in variants.items()
+    ]
+
+
+CASES = _cases()
+DEFAULTS = [case for case in CASES if case.id == case.loss]
+assert [case.loss for case in DEFAULTS] == list(LOSSES), "a loss of the registry has no case here"
+
+
+def over(cases: Iterable[Case], which: Callable[[Case], bool] = lambda case: True) -> Any:
+    """Parametrise a test over cases."""
+    return pytest.mark.parametrize("case", [case for case in cases if which(case)], ids=lambda case: case.id)
+
+
+# Batches
+
+
+def generator(*seeds: int) -> torch.Generator:
+    """Its numbers hang on the seeds alone, not on what other tests have drawn."""
+    return torch.Generator().manual_seed(
+        functools.reduce(lambda total, seed: (1000003 * total + seed) % 2**61, seeds, 12345)
+    )
+
+
+REGIMES = ("random", "trained", "collapsed", "ragged")
+
+
+def make_batch(
+    regime: str, rows: int, dim: int, classes: int, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Embeddings of uneven norms and labels 0 … classes-1, in one of the states that training goes through."""
+    g = generator(REGIMES.index(regime), rows, dim, classes, seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    labels = torch.arange(rows) % classes
+    labels = labels[torch.randperm(rows, generator=g)]
+    if regime == "random":
+        z = normal(rows, dim)
+    elif regime == "trained":
+        z = torch.nn.functional.normalize(normal(classes, dim))[labels] + normal(rows, dim) * 0.8 / dim**0.5
+    elif regime == "collapsed":
+        z = torch.nn.functional.normalize(normal(1, dim)) + normal(rows, dim) * 0.3 / dim**0.5
+    else:  # half of the classes have one item, the others 1, 2, 4, …
+        lone = classes // 2
+        doubling = torch.arange(1.0, max(rows - lone, 0) + 1).log2().long().clamp_max(classes - lone - 1)
+        labels = torch.cat((torch.arange(lone), lone + doubling))[:rows][torch.randperm(rows, generator=g)]
+        z = normal(classes, dim)[labels] + normal(rows, dim)
+    return (z * torch.rand(rows, 1, generator=g, dtype=torch.float64).mul(1.5).add(0.5)).to(dtype), labels
+
+
+# Running
+
+
+@dataclass
+class Result:
+    """A loss and its gradients by name: embeddings, ref_emb, the module's parameters."""
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+def run(loss_fn: Any, z: Tensor, labels: Tensor | None, *, ref_emb: Tensor | None = None, **forward: Any) -> Result:
+    """Forward and backward on fresh leaves; a vector of losses is summed with uneven weights."""
+    leaves = {"embeddings": z.detach().clone().requires_grad_()}
+    if ref_emb is not None:
+        leaves["ref_emb"] = ref_emb.detach().clone().requires_grad_()
+        forward["ref_emb"] = leaves["ref_emb"]
+    loss_fn.zero_grad(set_to_none=True)
+    loss = loss_fn(leaves["embeddings"], labels, **forward)
+    loss.backward(torch.linspace(0.5, 1.5, len(loss), dtype=loss.dtype) if loss.ndim else None)
+    leaves.update(loss_fn.named_parameters())
+    grads = {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+    return Result(loss.detach(), grads)
+
+
+def assert_same(got: Result, want: Result, rtol: float, floor: float = 1e-3) -> None:
+    """Equal values and gradients, each relative to its largest entry."""
+    assert got.grads.keys() == want.grads.keys()
+    assert_close(got.loss, want.loss, rtol, "loss", floor)
+    for name, grad in want.grads.items():
+        assert_close(got.grads[name], grad, rtol, f"gradient of {name}", floor)
