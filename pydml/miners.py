@@ -45,8 +45,6 @@ class Miner(_Base):  # type: ignore[misc]
 
     #: Distances that the miner takes, the default first.
     distances: ClassVar[tuple[str, ...]] = ("euclidean", "cosine", "squared")
-    #: Must bit-identical rows have S = 1 to the last bit?
-    exact_cosines: ClassVar[bool] = True
 
     def __init__(self, *, distance: Any = None, normalize_embeddings: bool = True) -> None:
         nn.Module.__init__(self)  # PML's own __init__ would build a distance module that we do not use
@@ -117,9 +115,7 @@ class Miner(_Base):  # type: ignore[misc]
     @property
     def view(self) -> str:
         """How the engines see a pair: what the oriented similarity u is."""
-        if self.distance == "cosine":
-            return "cosine" if self.exact_cosines and self.normalize_embeddings else "dot"
-        return self.distance
+        return "dot" if self.distance == "cosine" else self.distance
 
     def nothing(self, batch: Batch) -> Indices:
         """The tuple of a batch in which there is nothing to find."""
@@ -162,7 +158,6 @@ class MultiSimilarityMiner(Miner):
     """
 
     distances = ("cosine", "euclidean", "squared")
-    exact_cosines = False  # no ties: ε is far above rounding
 
     def __init__(self, epsilon: float = 0.1, *, distance: Any = None, normalize_embeddings: bool = True) -> None:
         super().__init__(distance=distance, normalize_embeddings=normalize_embeddings)
