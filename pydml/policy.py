@@ -47,6 +47,8 @@ class Policy:
     """Base of the policies: ``slots`` are the row statistics, the dataclass fields the numbers that it needs."""
 
     slots: ClassVar[tuple[Slot, ...]]
+    #: Can a pair's weight be exactly 0? Kernels then list the others.
+    sparse: ClassVar[bool] = False
 
     def term(self, k: int, u: Tensor, row: Tensor, col: Tensor) -> Tensor:
         """What a pair adds to slot ``k``; ``row`` [r, 1] and ``col`` [1, c] are fields that a loss may give."""
@@ -132,6 +134,7 @@ class Hinge(Policy):
     """
 
     slots = (Sum("positives"), Sum("positives", constant=True), Sum("negatives"), Sum("negatives", constant=True))
+    sparse = True
     c_pos: float
     c_neg: float
 

@@ -1,0 +1,483 @@
+// Rows, columns, tiles and gradients of the matrix: see matrix.h.
+#include "cpu/matrix.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <numeric>
+
+#include "losses.h"
+
+namespace pydml {
+
+#define PYDML_DECLARE(isa)                    \
+  namespace isa {                             \
+  void fill_kernels_float(Kernels<float>&);   \
+  void fill_kernels_double(Kernels<double>&); \
+  }
+PYDML_DECLARE(portable)
+PYDML_DECLARE(avx2)
+PYDML_DECLARE(avx512)
+#undef PYDML_DECLARE
+
+const char* isa_name() {
+  static const char* const chosen = [] {
+    const char* wanted = std::getenv("PYDML_ISA");
+    auto may = [&](const char* name) { return !wanted || !std::strcmp(wanted, name); };
+#if defined(__x86_64__)
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && may("avx512")) return "avx512";
+    if (avx2 && may("avx2")) return "avx2";
+#endif
+    TORCH_CHECK(may("portable"), "PYDML_ISA: got '", wanted,
+                "', wanted portable, avx2 or avx512, and a CPU that has it");
+    return "portable";
+  }();
+  return chosen;
+}
+
+template <class R>
+const Kernels<R>& kernels() {
+  static const Kernels<R> table = [] {
+    Kernels<R> k{};
+    const char* isa = isa_name();
+#if defined(__x86_64__)
+    if (!std::strcmp(isa, "avx512")) {
+      if constexpr (std::is_same_v<R, float>)
+        avx512::fill_kernels_float(k);
+      else
+        avx512::fill_kernels_double(k);
+      return k;
+    }
+    if (!std::strcmp(isa, "avx2")) {
+      if constexpr (std::is_same_v<R, float>)
+        avx2::fill_kernels_float(k);
+      else
+        avx2::fill_kernels_double(k);
+      return k;
+    }
+#endif
+    if constexpr (std::is_same_v<R, float>)
+      portable::fill_kernels_float(k);
+    else
+      portable::fill_kernels_double(k);
+    return k;
+  }();
+  return table;
+}
+
+int policy_id(c10::string_view name) {
+  int id = 0;
+#define PYDML_NAME(known, Policy) \
+  if (name == #known) return id;  \
+  ++id;
+  PYDML_POLICIES(PYDML_NAME)
+#undef PYDML_NAME
+  TORCH_CHECK(false, "policy: got '", name, "', which the C++ kernels do not know");
+}
+
+View view_of(c10::string_view name) {
+  if (name == "dot") return View::dot;
+  if (name == "cosine") return View::cosine;
+  if (name == "euclidean") return View::euclidean;
+  TORCH_CHECK(name == "squared", "view: got '", name, "', wanted dot, cosine, euclidean or squared");
+  return View::squared;
+}
+
+std::vector<std::vector<Block>> rounds(int row_blocks, int col_blocks, bool symmetric) {
+  std::vector<std::vector<Block>> all;
+  if (!symmetric) {
+    const int n = std::max(row_blocks, col_blocks);
+    for (int r = 0; r < n; ++r) {
+      auto& round = all.emplace_back();
+      for (int i = 0; i < row_blocks; ++i)
+        if ((i + r) % n < col_blocks) round.emplace_back(i, (i + r) % n);
+    }
+    return all;
+  }
+  auto& diagonal = all.emplace_back();
+  for (int i = 0; i < row_blocks; ++i) diagonal.emplace_back(i, i);
+  const int n = row_blocks + row_blocks % 2;  // an odd number of players gets a bye
+  for (int r = 0; r + 1 < n; ++r) {
+    auto& round = all.emplace_back();
+    for (int p = 0; p < n / 2; ++p) {  // the circle method: player n-1 stays, the others turn
+      const int a = p == 0 ? n - 1 : (r + p) % (n - 1), b = (r + n - 1 - p) % (n - 1);
+      if (std::max(a, b) < row_blocks) round.emplace_back(std::min(a, b), std::max(a, b));
+    }
+  }
+  return all;
+}
+
+namespace {
+
+constexpr double kTiny = 1e-12;  // ‖z‖ is clamped here, as torch.nn.functional.normalize does
+
+template <class R>
+at::Tensor wrap(R* data, int64_t rows, int64_t cols) {
+  return at::from_blob(data, {rows, cols}, at::CPU(c10::CppTypeToScalarType<R>::value));
+}
+
+// A loop over rows that may be split between threads anywhere: nothing is added up across rows.
+template <class F>
+void for_rows(int64_t n, int64_t work, const F& f) {
+  at::parallel_for(0, n, std::max<int64_t>(1, 32768 / std::max<int64_t>(work, 1)), f);
+}
+
+}  // namespace
+
+template <class R>
+Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit, bool in_place, int64_t group)
+    : z(given), normalize(unit) {
+  const at::Tensor data = given.to(compute_type(given));
+  const int64_t n = data.size(0), d = data.size(1), groups = labels.size(0);
+  TORCH_CHECK(groups * group == n, "labels: got ", groups, " for ", n, " rows");
+  const at::Tensor given_labels = labels.contiguous();
+  const int64_t* y = given_labels.template const_data_ptr<int64_t>();
+  label.assign(y, y + groups);
+  const bool sorted = std::is_sorted(label.begin(), label.end());
+  if (!sorted) {
+    TORCH_CHECK(group == 1, "labels of pooled columns must be sorted");
+    order.resize(n);
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return y[a] != y[b] ? y[a] < y[b] : a < b; });
+    for (int64_t i = 0; i < n; ++i) label[i] = y[order[i]];
+  }
+  norm.resize(n);
+  const auto& k = kernels<R>();
+  const R* from = data.template const_data_ptr<R>();
+  const int64_t s0 = data.stride(0), s1 = data.stride(1);
+  const bool rows_contiguous = s1 == 1 || d == 1, cols_contiguous = s0 == 1;
+  if (in_place && sorted && (rows_contiguous || cols_contiguous)) {
+    x = data;
+    if (rows_contiguous) {
+      for_rows(n, d, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) k.dot(from + i * s0, from + i * s0, d, &norm[i]);
+      });
+    } else {
+      for_rows(n, d, [&](int64_t begin, int64_t end) {
+        std::fill(norm.begin() + begin, norm.begin() + end, R(0));
+        for (int64_t c = 0; c < d; ++c)
+          for (int64_t i = begin; i < end; ++i) norm[i] += from[i + c * s1] * from[i + c * s1];
+      });
+    }
+    for (R& v : norm) v = std::sqrt(v);
+    if (normalize) {
+      scale.resize(n);
+      for (int64_t i = 0; i < n; ++i) scale[i] = 1 / std::max(norm[i], R(kTiny));
+    }
+  } else {
+    const at::Tensor source = rows_contiguous ? data : data.contiguous();
+    const R* rows = source.template const_data_ptr<R>();
+    const int64_t stride = source.stride(0);
+    x = at::empty({n, d}, source.options());
+    R* to = x.template data_ptr<R>();
+    for_rows(n, d, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const R* v = rows + place(i) * stride;
+        R square;
+        k.dot(v, v, d, &square);
+        norm[i] = std::sqrt(square);
+        const R factor = normalize ? 1 / std::max(norm[i], R(kTiny)) : R(1);
+        for (int64_t c = 0; c < d; ++c) to[i * d + c] = v[c] * factor;
+      }
+    });
+  }
+  finite = std::all_of(norm.begin(), norm.end(), [](R v) { return std::isfinite(v); });
+  size.resize(n);
+  for (int64_t i = 0; i < n; ++i)
+    size[i] = normalize ? (norm[i] > R(kTiny) ? R(1) : norm[i] / R(kTiny) * (norm[i] / R(kTiny))) : norm[i] * norm[i];
+}
+
+template <class R>
+const R* Vectors<R>::row(int64_t i, R* copy) const {
+  const R* v = x.template const_data_ptr<R>() + i * x.stride(0);
+  if (scale.empty() && x.stride(1) == 1) return v;
+  const R factor = scale.empty() ? R(1) : scale[i];
+  for (int64_t c = 0; c < x.size(1); ++c) copy[c] = v[c * x.stride(1)] * factor;
+  return copy;
+}
+
+template <class R>
+void Vectors<R>::start_gradient() {
+  grad = at::zeros_like(x);  // in the layout of x, which is that of z where it is not a copy
+}
+
+template <class R>
+void Vectors<R>::add_to_gradient(int64_t i, R a, const R* v) {
+  R* g = grad.template data_ptr<R>() + i * grad.stride(0);
+  const int64_t d = grad.size(1), step = grad.stride(1);
+  if (step == 1) return kernels<R>().axpy(a, v, g, d);
+  for (int64_t c = 0; c < d; ++c) g[c * step] += a * v[c];
+}
+
+template <class R>
+at::Tensor Vectors<R>::gradient() {
+  const int64_t n = grad.size(0), d = grad.size(1);
+  const bool direct = order.empty() && x.is_same(z);  // the gradient is laid out as the answer
+  R* g = grad.template data_ptr<R>();
+  const R* v = x.template const_data_ptr<R>();
+  const int64_t g0 = grad.stride(0), g1 = grad.stride(1), x0 = x.stride(0), x1 = x.stride(1);
+  if (normalize && g1 != 1) {  // column by column: neighbours in memory are neighbouring rows
+    for_rows(n, d, [&](int64_t begin, int64_t end) {
+      std::vector<R> radial(end - begin, R(0));
+      for (int64_t c = 0; c < d; ++c)
+        for (int64_t i = begin; i < end; ++i) radial[i - begin] += g[i * g0 + c * g1] * v[i * x0 + c * x1];
+      for (int64_t c = 0; c < d; ++c)
+        for (int64_t i = begin; i < end; ++i) {
+          const R s = scale.empty() ? R(1) : scale[i], along = norm[i] > R(kTiny) ? radial[i - begin] * s * s : R(0);
+          R& value = g[i * g0 + c * g1];
+          value = (value - along * v[i * x0 + c * x1]) / std::max(norm[i], R(kTiny));
+        }
+    });
+  } else if (normalize) {
+    for_rows(n, d, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const R s = scale.empty() ? R(1) : scale[i], inverse = 1 / std::max(norm[i], R(kTiny));
+        R radial;
+        kernels<R>().dot(g + i * g0, v + i * x0, d, &radial);
+        const R along = norm[i] > R(kTiny) ? radial * s * s : R(0);
+        for (int64_t c = 0; c < d; ++c) g[i * g0 + c] = (g[i * g0 + c] - along * v[i * x0 + c]) * inverse;
+      }
+    });
+  }
+  if (!finite) grad.fill_(std::nan(""));
+  if (direct) return grad;
+  at::Tensor out = at::empty_like(z);
+  if (!order.empty()) {
+    at::Tensor unsorted = at::empty_like(grad);
+    R* to = unsorted.template data_ptr<R>();
+    for_rows(n, d, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) std::memcpy(to + order[i] * d, g + i * g0, size_t(d) * sizeof(R));
+    });
+    if (out.scalar_type() == unsorted.scalar_type() && out.is_contiguous()) return unsorted;
+    return out.copy_(unsorted);
+  }
+  return out.scalar_type() == grad.scalar_type() && out.strides() == grad.strides() ? grad : out.copy_(grad);
+}
+
+template <class R>
+Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols, const at::Tensor& row_labels,
+                  const std::optional<at::Tensor>& col_labels, View v, bool normalize, int64_t pooled, R sharp)
+    : k(kernels<R>()),
+      view(v),
+      symmetric(!cols.has_value()),
+      pool(pooled),
+      sharpness(sharp),
+      row(rows, row_labels, normalize, false, 1),
+      other(symmetric ? nullptr : new Vectors<R>(*cols, *col_labels, normalize, true, pooled)),
+      col(symmetric ? row : *other),
+      n_rows(row.n()),
+      n_cols(col.n() / pooled),
+      d(row.x.size(1)),
+      T(block_size(symmetric ? n_rows : std::max(n_rows, n_cols))),
+      col_block(std::max<int64_t>(1, T / pooled)),
+      finite(row.finite && col.finite) {
+  same0.resize(n_rows);
+  same1.resize(n_rows);
+  for (int64_t i = 0, j = 0; i < n_rows;) {
+    const int64_t y = row.label[i];
+    int64_t end = i;
+    while (end < n_rows && row.label[end] == y) ++end;
+    if (symmetric) {
+      j = i;
+    } else {
+      j = std::lower_bound(col.label.begin() + j, col.label.end(), y) - col.label.begin();
+    }
+    const int64_t last =
+        symmetric ? end : std::upper_bound(col.label.begin() + j, col.label.end(), y) - col.label.begin();
+    if (last > j && (!symmetric || end - i > 1)) classes.push_back({i, end, j, last});
+    for (; i < end; ++i) same0[i] = j, same1[i] = last;
+  }
+}
+
+template <class R>
+std::vector<Workspace<R>> Matrix<R>::workspaces() const {
+  std::vector<Workspace<R>> all(at::get_num_threads());
+  for (auto& w : all) {
+    w.u.resize(T * T);
+    if (pool > 1) w.raw.resize(T * col_block * pool);
+    w.scratch.resize(2 * T + 4 * T);
+    w.x.resize(d);
+    w.y.resize(d);
+    w.skip0.resize(T);
+    w.skip1.resize(T);
+  }
+  return all;
+}
+
+template <class R>
+void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
+  const int64_t wide = int64_t(nj) * pool, first = j0 * pool;
+  R* out = pool > 1 ? w.raw.data() : w.u.data();
+  const bool scaled = !col.scale.empty();
+  if (ni * wide <= 64) {
+    for (int i = 0; i < ni; ++i) {
+      const R* x = row.row(i0 + i, w.x.data());
+      for (int64_t j = 0; j < wide; ++j) k.dot(x, col.row(first + j, w.y.data()), d, out + i * wide + j);
+    }
+  } else {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    at::Tensor s = wrap(out, ni, wide);
+    at::mm_out(s, row.x.narrow(0, i0, ni), col.x.narrow(0, first, wide).t());
+  }
+  const R tolerance = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
+  const R* scale = scaled && ni * wide > 64 ? col.scale.data() + first : nullptr;
+  w.near.clear();
+  if (k.to_view(view, out, wide, ni, int(wide), scale, row.size.data() + i0, col.size.data() + first, tolerance))
+    mend(i0, ni, j0, nj, w);
+  if (pool > 1) k.pool(out, wide, ni, nj, int(pool), sharpness, w.u.data());
+}
+
+// D² of pairs so near that 2-2S has lost its digits, from the rows themselves.
+template <class R>
+void Matrix<R>::mend(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
+  const R tolerance = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
+  for (int i = 0; i < ni; ++i)
+    for (int j = 0; j < nj; ++j) {
+      if (symmetric && i0 + i == j0 + j) continue;
+      R& u = w.u[int64_t(i) * nj + j];
+      const R both = row.size[i0 + i] + col.size[j0 + j];
+      const R d2 = view == View::cosine ? both - 2 * u : view == View::squared ? -u : u * u;
+      if (!(d2 < tolerance * both * R(1.001))) continue;
+      R exact;
+      k.squared_distance(row.row(i0 + i, w.x.data()), col.row(j0 + j, w.y.data()), d, &exact);
+      u = view == View::cosine ? 1 - exact / 2 : view == View::squared ? -exact : -std::sqrt(exact);
+      w.near.emplace_back(i, j);
+    }
+}
+
+template <class R>
+void Matrix<R>::negatives(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
+  for (int i = 0; i < ni; ++i) {
+    const int64_t from = symmetric ? j0 : same0[i0 + i];  // sorted by label: what is before the class is below it
+    w.skip0[i] = int(std::clamp<int64_t>(from - j0, 0, nj));
+    w.skip1[i] = int(std::clamp<int64_t>(same1[i0 + i] - j0, w.skip0[i], nj));
+  }
+}
+
+template <class R>
+void Matrix<R>::positives(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
+  for (int i = 0; i < ni; ++i) {
+    w.skip0[i] = 0;
+    w.skip1[i] = symmetric ? int(std::clamp<int64_t>(i0 + i + 1 - j0, 0, nj)) : 0;
+  }
+}
+
+template <class R>
+void Matrix<R>::start_gradient(bool want_rows, bool want_cols) {
+  want_rows_ = want_rows;
+  want_cols_ = symmetric ? want_rows : want_cols;
+  if (want_rows) row.start_gradient();
+  if (want_cols && !symmetric) col.start_gradient();
+}
+
+template <class R>
+R Matrix<R>::coefficient(R weight, R u) const {
+  if (view == View::euclidean) return u < 0 ? weight / u : R(0);  // at D=0 the gradient of D is 0
+  return view == View::squared ? -2 * weight : weight;
+}
+
+template <class R>
+void Matrix<R>::push(int64_t i, int64_t j, R q, Workspace<R>& w) {
+  const R *x = row.row(i, w.x.data()), *y = col.row(j, w.y.data());
+  R* away = w.scratch.data();
+  if (int64_t(w.scratch.size()) < d) w.scratch.resize(d), away = w.scratch.data();
+  for (int64_t c = 0; c < d; ++c) away[c] = x[c] - y[c];
+  if (want_rows_) row.add_to_gradient(i, q, away);
+  if (want_cols_) col.add_to_gradient(j, -q, away);
+}
+
+template <class R>
+void Matrix<R>::keep(int ni, int nj, Workspace<R>& w) const {
+  if (is_distance() || pool > 1) w.kept.assign(w.u.begin(), w.u.begin() + int64_t(ni) * nj);
+}
+
+template <class R>
+void Matrix<R>::add_weight(int64_t i, int64_t j, R weight, R u, Workspace<R>& w) {
+  const R q = coefficient(weight, u);
+  if (is_distance() && !row.normalize) return push(i, j, q, w);
+  const R sign = is_distance() ? R(-1) : R(1);  // of unit rows, q·x_i is taken out by the normalisation's backward
+  if (is_distance()) {
+    const R d2 = view == View::squared ? -u : u * u;
+    if (d2 < (sizeof(R) == 4 ? R(4e-5) : R(4e-13))) return push(i, j, q, w);
+  }
+  if (want_rows_) row.add_to_gradient(i, sign * q, col.row(j, w.y.data()));
+  if (want_cols_) col.add_to_gradient(j, sign * q, row.row(i, w.x.data()));
+}
+
+template <class R>
+void Matrix<R>::add_weights(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) {
+  int64_t first = j0, wide = nj;
+  R* q = w.u.data();
+  if (pool > 1) {
+    k.unpool(w.raw.data(), nj * pool, ni, nj, int(pool), sharpness, w.kept.data(), q);
+    first = j0 * pool, wide = nj * pool, q = w.raw.data();
+  }
+  if (is_distance()) {
+    for (const auto& [i, j] : w.near) {  // differences first: q is huge where D is tiny
+      push(i0 + i, j0 + j, coefficient(q[int64_t(i) * nj + j], w.kept[int64_t(i) * nj + j]), w);
+      q[int64_t(i) * nj + j] = 0;
+    }
+    k.to_coefficient(view, w.kept.data(), q, int64_t(ni) * nj);
+  }
+  const double sign = is_distance() ? -1 : 1;
+  const R factor = R(sign);
+  if (ni * wide <= 64) {
+    for (int i = 0; i < ni; ++i)
+      for (int64_t j = 0; j < wide; ++j) {
+        const R weight = q[i * wide + j];
+        if (weight == 0) continue;
+        if (is_distance() && !row.normalize) {
+          push(i0 + i, first + j, weight, w);
+          continue;
+        }
+        if (want_rows_) row.add_to_gradient(i0 + i, factor * weight, col.row(first + j, w.y.data()));
+        if (want_cols_) col.add_to_gradient(first + j, factor * weight, row.row(i0 + i, w.x.data()));
+      }
+    return;
+  }
+  if (is_distance() && !row.normalize) {  // Σ_j q_ij·x_i, and the same for columns
+    for (int i = 0; i < ni; ++i) {
+      R total = 0;
+      for (int64_t j = 0; j < wide; ++j) total += q[i * wide + j];
+      if (want_rows_) row.add_to_gradient(i0 + i, total, row.row(i0 + i, w.x.data()));
+    }
+    for (int64_t j = 0; want_cols_ && j < wide; ++j) {
+      R total = 0;
+      for (int i = 0; i < ni; ++i) total += q[i * wide + j];
+      col.add_to_gradient(first + j, total, col.row(first + j, w.y.data()));
+    }
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const at::Tensor Q = wrap(q, ni, wide);
+  if (want_cols_) col.grad.narrow(0, first, wide).addmm_(Q.t(), row.x.narrow(0, i0, ni), 1, sign);
+  if (want_rows_) {
+    if (!col.scale.empty())
+      for (int i = 0; i < ni; ++i)
+        for (int64_t j = 0; j < wide; ++j) q[i * wide + j] *= col.scale[first + j];
+    row.grad.narrow(0, i0, ni).addmm_(Q, col.x.narrow(0, first, wide), 1, sign);
+  }
+}
+
+template <class R>
+std::tuple<at::Tensor, at::Tensor> Matrix<R>::gradients() {
+  const at::Tensor nothing = at::empty({0}, row.z.options());
+  row.finite = col.finite = finite;
+  at::Tensor d_rows = want_rows_ ? row.gradient() : nothing;
+  return {d_rows, !symmetric && want_cols_ ? col.gradient() : nothing.clone()};
+}
+
+#define PYDML_INSTANTIATE(R)               \
+  template const Kernels<R>& kernels<R>(); \
+  template struct Vectors<R>;              \
+  template class Matrix<R>;
+PYDML_INSTANTIATE(float)
+PYDML_INSTANTIATE(double)
+#undef PYDML_INSTANTIATE
+
+}  // namespace pydml

@@ -1,0 +1,42 @@
+"""The ``cpu`` backend: the C++ ops of ``pydml._C`` as kernels for :mod:`pydml.ops`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pydml._C  # noqa: F401  (registers torch.ops.pydml_cpu)
+from pydml import tiled
+from pydml.backends import Kernel
+from pydml.policy import POLICIES
+
+#: Engines of the extension, by the names of the ops.
+ENGINES = ("pair", "pair_backward")
+
+
+def block_size(n: int) -> int:
+    """Edge of a tile; must agree with csrc/cpu/matrix.h."""
+    return 256 if n >= 2048 else 128 if n >= 512 else 64
+
+
+def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> int:
+    """Bytes of the live pairs that the forward pass of ``pair`` keeps for the backward pass (csrc/cpu/pair.cpp)."""
+    epsilon, pool_size = rest[3], rest[4]
+    if epsilon is None and not POLICIES[policy].sparse:
+        return 0
+    n_rows = rows.shape[0]
+    n_cols = n_rows if cols is None else cols.shape[0] // pool_size
+    block = block_size(n_rows if cols is None or n_rows > n_cols else n_cols)
+    row_blocks, col_blocks = -(-n_rows // block), -(-n_cols // max(1, block // pool_size))
+    tiles = row_blocks * (row_blocks + 1) // 2 if cols is None else row_blocks * col_blocks
+    entry = 16 if rows.dtype == torch.float64 else 8
+    return 16 * tiles + 32 * (n_rows + n_cols) * entry
+
+
+KERNELS: dict[str, Kernel] = {
+    **tiled.KERNELS,  # engines that have no C++ kernel yet
+    **{name: getattr(torch.ops.pydml_cpu, name).default for name in ENGINES},
+    "pair_saved": pair_saved,
+}
