@@ -1,0 +1,1 @@
+"""Benchmarks: every loss against plain PyTorch, torch.compile, PML, KeOps and faiss. Never installed with pydml."""
