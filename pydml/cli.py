@@ -9,11 +9,25 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 #: Name -> (help, module, function).
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "bench": ("time the losses against other implementations (source tree only)", "pydml.cli", "bench"),
     "info": ("print versions, compile flags, CPU features, threads and backends", "pydml.info", "main"),
 }
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Run the benchmarks, which are never installed: they lie beside the package, or where the command is run."""
+    roots = (Path(__file__).resolve().parents[1], Path.cwd())
+    root = next((root for root in roots if (root / "bench" / "session.py").exists()), None)
+    if root is None:
+        print("pydml bench: bench/ is not part of the package; run this in the project's source tree", file=sys.stderr)
+        return 2
+    sys.path.insert(0, str(root))
+    status: int = importlib.import_module("bench.__main__").main(argv)
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
