@@ -469,7 +469,7 @@ for _short, _cls in LOSSES.items():
 def presets() -> dict[str, Preset]:
     """Every preset by name.
 
-    >>> dict(pydml.presets()["ms/official"].kwargs)
+    >>> dict(presets()["ms/official"].kwargs)
     {'alpha': 2, 'beta': 40, 'base': 0.5, 'epsilon': 0.1}
     """
     return dict(_PRESETS)
@@ -488,17 +488,17 @@ def preset(name: str, **overrides: Any) -> MetricLoss:
 
     Examples
     --------
-    >>> pydml.preset("ms/paper", epsilon=None)
+    >>> preset("ms/paper", epsilon=None)
     MultiSimilarityLoss(alpha=2, beta=50, base=1.0, epsilon=None, distance='cosine', normalize_embeddings=True, \
 reduction='mean')
-    >>> pydml.preset("proxy-anchor/paper", num_classes=100, embedding_size=64).proxies.shape
+    >>> preset("proxy-anchor/paper", num_classes=100, embedding_size=64).proxies.shape
     torch.Size([100, 64])
     """
     if name not in _PRESETS:
         near = difflib.get_close_matches(name, _PRESETS, n=5, cutoff=0.6)
         near += [other for other in _PRESETS if other.startswith(name.partition("/")[0]) and other not in near]
         like = f"; near matches: {', '.join(map(repr, near[:8]))}" if near else ""
-        raise ValueError(f"preset: got {name!r}, wanted one of the names of pydml.presets(){like}")
+        raise ValueError(f"preset: got {name!r}, wanted one of the names of presets(){like}")
     chosen = _PRESETS[name]
     missing = [argument for argument in chosen.required if argument not in overrides]
     if missing:
