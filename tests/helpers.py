@@ -75,13 +75,15 @@ def check_golden(case: Golden, backend: str, dtype: torch.dtype, rtol: float) ->
 
 
 def assert_close(got: Any, want: Any, rtol: float, what: str = "value", floor: float = 1e-3) -> None:
-    """|got - want| <= rtol · max(largest |want|, floor), everywhere; NaN is never close."""
+    """|got - want| <= rtol · max(largest |want|, floor), everywhere; NaN and infinity are never close."""
     got, want = (np.asarray(t.detach().double() if isinstance(t, Tensor) else t, dtype=np.float64) for t in (got, want))
     assert got.shape == want.shape, f"{what}: shape {got.shape}, wanted {want.shape}"
     if not want.size:
         return
     error, scale = np.abs(got - want).max(), max(np.abs(want).max(), floor)
-    assert error <= rtol * scale, f"{what}: off by {error:.3g} where the largest entry is {scale:.3g}, rtol {rtol:g}"
+    assert error <= rtol * scale < np.inf, (
+        f"{what}: off by {error:.3g} where the largest entry is {scale:.3g}, rtol {rtol:g}"
+    )
 
 
 # Losses with arguments, for the tests that go over all of them
