@@ -1,19 +1,22 @@
 """pydml: deep-metric-learning losses as fused kernels that never store the B×B similarity matrix."""
 
-import importlib
 import importlib.metadata
-from types import ModuleType
 
-from pydml import losses
+from pydml import functional, losses, metrics, miners, samplers
 from pydml.backends import backends, use_backend
+from pydml.presets import preset, presets
 
 __version__ = importlib.metadata.version("pydml-kernels")
-__all__ = ["backends", "losses", "use_backend"]
+__all__ = [
+    "backends",
+    "functional",
+    "losses",
+    "metrics",
+    "miners",
+    "preset",
+    "presets",
+    "samplers",
+    "use_backend",
+]
 
 backends()  # load them now: torch.compile cannot trace an import
-
-
-def __getattr__(name: str) -> ModuleType:
-    if name in ("functional", "miners", "metrics", "samplers"):
-        return importlib.import_module(f"pydml.{name}")
-    raise AttributeError(f"module 'pydml' has no attribute {name!r}")

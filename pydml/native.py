@@ -13,7 +13,23 @@ from pydml.backends import Kernel
 from pydml.policy import POLICIES
 
 #: Engines of the extension, by the names of the ops.
-ENGINES = ("pair", "pair_backward")
+ENGINES = (
+    "pair",
+    "pair_backward",
+    "dots",
+    "dots_backward",
+    "histogram",
+    "histogram_backward",
+    "triplet",
+    "triplet_backward",
+    "extremes",
+    "topk",
+    "mined",
+    "rank",
+)
+#: Engines that hold the positives of all rows at once do so up to this class size; beyond it the tiled ones, which hold
+#: those of one block of rows, take over, so that memory stays linear in the batch.
+MOST_POSITIVES = 64
 
 
 def block_size(n: int) -> int:
@@ -35,8 +51,32 @@ def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> in
     return 16 * tiles + 32 * (n_rows + n_cols) * entry
 
 
+def most_positives(row_labels: Tensor, col_labels: Tensor | None) -> int:
+    """Size of the largest class among the columns that the rows ask for."""
+    among = (row_labels if col_labels is None else col_labels).sort().values
+    if not len(among) or not len(row_labels):
+        return 0
+    return int((torch.searchsorted(among, row_labels, right=True) - torch.searchsorted(among, row_labels)).max())
+
+
+def _modest_classes(name: str, first_label: int) -> Kernel:
+    """The C++ kernel, or the tiled one where a class is too large for it (or where it has no such option)."""
+    native: Kernel = getattr(torch.ops.pydml_cpu, name).default
+
+    def run(*arguments: Any) -> Any:
+        swap = name.startswith("triplet") and arguments[first_label + 4]
+        if swap or most_positives(*arguments[first_label : first_label + 2]) > MOST_POSITIVES:
+            return tiled.KERNELS[name](*arguments)
+        return native(*arguments)
+
+    return run
+
+
 KERNELS: dict[str, Kernel] = {
-    **tiled.KERNELS,  # engines that have no C++ kernel yet
+    **tiled.KERNELS,  # engines that have no C++ kernel
     **{name: getattr(torch.ops.pydml_cpu, name).default for name in ENGINES},
     "pair_saved": pair_saved,
+    "triplet": _modest_classes("triplet", 2),
+    "triplet_backward": _modest_classes("triplet_backward", 3),
+    "rank": _modest_classes("rank", 2),
 }

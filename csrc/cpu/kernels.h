@@ -469,6 +469,17 @@ void unpool(R* u, int64_t ld, int ni, int nj, int k, R sharpness, const R* poole
     }
 }
 
+// The first slot of a side, of bare similarities: what top-K selection goes by.
+template <class P, class R, bool positive>
+void terms(const R* params, const R* u, R* out, int n) {
+  constexpr int k = positive ? 0 : slot_count<P>() / 2;
+  const P p = make<P>(params);
+#pragma omp simd
+  for (int j = 0; j < n; ++j) out[j] = p.template term<k>(u[j], R(0), R(0));
+}
+
+#include "cpu/kernels_other.h"
+
 template <class P>
 constexpr bool has_side(Side side) {
   for (const Slot& slot : P::slots)
@@ -480,12 +491,16 @@ constexpr bool has_side(Side side) {
 template <class P, class R>
 void fill(PairKernels<R> (&out)[2][2]) {
   if constexpr (has_side<P>(Side::positives))
-    out[0][0] = {forward<P, R, true, false>, backward<P, R, true, false>, backward_live<P, R, true, false>};
+    out[0][0] = {forward<P, R, true, false>, backward<P, R, true, false>, backward_live<P, R, true, false>,
+                 terms<P, R, true>};
   if constexpr (has_side<P>(Side::negatives))
-    out[1][0] = {forward<P, R, false, false>, backward<P, R, false, false>, backward_live<P, R, false, false>};
+    out[1][0] = {forward<P, R, false, false>, backward<P, R, false, false>, backward_live<P, R, false, false>,
+                 terms<P, R, false>};
   if constexpr (P::mines) {
-    out[0][1] = {forward<P, R, true, true>, backward<P, R, true, true>, backward_live<P, R, true, true>};
-    out[1][1] = {forward<P, R, false, true>, backward<P, R, false, true>, backward_live<P, R, false, true>};
+    out[0][1] = {forward<P, R, true, true>, backward<P, R, true, true>, backward_live<P, R, true, true>,
+                 terms<P, R, true>};
+    out[1][1] = {forward<P, R, false, true>, backward<P, R, false, true>, backward_live<P, R, false, true>,
+                 terms<P, R, false>};
   }
 }
 
@@ -502,6 +517,13 @@ void fill_kernels(Kernels<R>& k) {
   k.axpy = axpy<R>;
   k.pool = pool<R>;
   k.unpool = unpool<R>;
+  k.histogram_forward = histogram_forward<R>;
+  k.histogram_backward = histogram_backward<R>;
+  k.tile_max = tile_max<R>;
+  k.rank_forward = rank_forward<R>;
+  k.triplet_forward = triplet_forward<R>;
+  k.triplet_backward = triplet_backward<R>;
+  k.best_below = best_below<R>;
 }
 
 void fill_kernels_float(Kernels<float>& k) { fill_kernels(k); }

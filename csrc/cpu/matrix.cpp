@@ -465,6 +465,16 @@ void Matrix<R>::add_weights(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>
 }
 
 template <class R>
+void Matrix<R>::add_weights_sparsely(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) {
+  int64_t live = 0;
+  const int64_t all = int64_t(ni) * nj;
+  for (int64_t e = 0; e < all; ++e) live += w.u[e] != 0;
+  if (pool > 1 || live * 16 > all) return add_weights(i0, ni, j0, nj, w);
+  for (int64_t e = 0; live && e < all; ++e)
+    if (w.u[e] != 0) add_weight(i0 + e / nj, j0 + e % nj, w.u[e], is_distance() ? w.kept[e] : R(0), w);
+}
+
+template <class R>
 std::tuple<at::Tensor, at::Tensor> Matrix<R>::gradients() {
   const at::Tensor nothing = at::empty({0}, row.z.options());
   row.finite = col.finite = finite;

@@ -69,7 +69,7 @@ struct Workspace {
   std::vector<R> u;    // [ni, nj] the tile
   std::vector<R> raw;  // [ni, nj·pool] its columns before pooling
   std::vector<R> kept, scratch, x, y;
-  std::vector<int> skip0, skip1;
+  std::vector<int> skip0, skip1, left;
   std::vector<std::pair<int, int>> near;  // pairs of the tile whose D² came from the rows
 };
 
@@ -156,10 +156,12 @@ class Matrix {
   }
 
   void start_gradient(bool want_rows, bool want_cols);
-  // Remember the tile in w.kept if add_weights will need it: where u is a distance, or pooled.
+  // Remember the tile in w.kept for add_weights, where u is a distance or pooled.
   void keep(int ni, int nj, Workspace<R>& w) const;
   // Carry dL/du, which now stands in w.u in place of the tile's u, to the gradients.
   void add_weights(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w);
+  // The same, pair by pair where few of the tile's weights are not 0.
+  void add_weights_sparsely(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w);
   // The same for one pair.
   void add_weight(int64_t i, int64_t j, R weight, R u, Workspace<R>& w);
   std::tuple<at::Tensor, at::Tensor> gradients();

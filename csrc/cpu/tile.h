@@ -55,6 +55,39 @@ struct Backward {
   R* scratch;                                      // [2·ni + 4·nj]
 };
 
+// Soft histograms of the pairs of a tile.
+template <class R>
+struct Histogram {
+  Tile<R> t;
+  int nodes;
+  R low, inverse;                // first node, nodes per unit of u
+  R *counts_i, *counts_j;        // forward: [ni, nodes], [nj, nodes]
+  const R *slopes_i, *slopes_j;  // backward: [ni, nodes-1], [nj, nodes-1]
+  int* left;                     // scratch [nj]
+  R* share;                      // scratch [nj]
+};
+
+// The negatives of a tile against thresholds of their rows, mostly the similarities of the row's positives. Arrays over
+// thresholds are [most, stride] with the row or column running fastest; unused places hold +inf.
+template <class R>
+struct Thresholds {
+  Tile<R> t;
+  int64_t stride;
+  const R *value_i, *value_j;
+  const int* n_i;  // thresholds of each row
+  int most_j;      // most thresholds of any column
+  R margin;
+  bool smooth;
+  double *sum_i, *sum_j, *count_i, *count_j;  // triplets forward
+  const R *grad_i, *grad_j;                   // triplets backward
+  R *slope_i, *slope_j;                       // triplets backward, per threshold
+  int *over_i, *over_j, *reach_i, *reach_j;   // rank, per threshold
+  R *best_i, *best_j;                         // best below, per threshold
+  int64_t *where_i, *where_j;                 // best below, per threshold: the column it stands in
+  const int64_t *name_i, *name_j;             // original row or column
+  R* scratch;                                 // [2·nj]
+};
+
 // Kernels of one policy and one side, for one instruction set.
 template <class R>
 struct PairKernels {
@@ -62,6 +95,7 @@ struct PairKernels {
   void (*backward)(const R* params, const Backward<R>&);  // u becomes w = dL/du, 0 outside the side
   // w of listed pairs, in place of their u: row i and column j of entry e are at t.row_i[i] and so on
   void (*backward_live)(const R* params, const Backward<R>&, Live<R>*, int n);
+  void (*terms)(const R* params, const R* u, R* out, int n);  // of the side's first slot, without fields
 };
 
 // Everything that is compiled once for each instruction set.
@@ -79,6 +113,13 @@ struct Kernels {
   void (*axpy)(R a, const R* x, R* y, int64_t d);
   // softmax pooling of every k neighbouring columns: u [ni, nj·k] -> pooled [ni, nj]; and w back onto the columns
   void (*pool)(const R* u, int64_t ld, int ni, int nj, int k, R sharpness, R* pooled);
+  void (*histogram_forward)(const Histogram<R>&);
+  void (*histogram_backward)(const Histogram<R>&);
+  R (*tile_max)(const Tile<R>&);
+  void (*rank_forward)(const Thresholds<R>&);
+  void (*triplet_forward)(const Thresholds<R>&);
+  void (*triplet_backward)(const Thresholds<R>&);
+  void (*best_below)(const Thresholds<R>&);
   void (*unpool)(R* u, int64_t ld, int ni, int nj, int k, R sharpness, const R* pooled, const R* w);
 };
 

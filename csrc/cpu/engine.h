@@ -1,0 +1,76 @@
+// What the engine files share: argument types, dispatch on the compute dtype, and the padded positives of every row.
+#pragma once
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "cpu/matrix.h"
+#include "policy.h"
+
+namespace pydml {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Text = c10::string_view;
+
+// Run f(R()) with R the compute type of z.
+template <class F>
+auto with_type(const Tensor& z, const F& f) {
+  return compute_type(z) == at::kDouble ? f(double()) : f(float());
+}
+
+template <class R>
+constexpr at::ScalarType type_of() {
+  return c10::CppTypeToScalarType<R>::value;
+}
+
+template <class R>
+Tile<R> bare_tile(const Matrix<R>& m, int ni, int nj, Workspace<R>& w) {
+  Tile<R> t{};
+  t.u = w.u.data(), t.ld = nj, t.ni = ni, t.nj = nj;
+  t.skip0 = w.skip0.data(), t.skip1 = w.skip1.data(), t.symmetric = m.symmetric;
+  return t;
+}
+
+// The similarities of every row's positives, rising, padded with +inf: [most, n] with the row running fastest.
+template <class R>
+struct Positives {
+  int most = 0;
+  int64_t n;
+  std::vector<int> count;      // [n]
+  std::vector<R> u;            // [most, n]
+  std::vector<int64_t> place;  // [most, n] sorted place of the column
+
+  Positives(const Matrix<R>& m, std::vector<Workspace<R>>& work) : n(m.n_rows), count(n, 0) {
+    for (const auto& c : m.classes) most = std::max(most, int(c.c1 - c.c0) - (m.symmetric ? 1 : 0));
+    u.assign(size_t(most) * n, std::numeric_limits<R>::infinity());
+    place.assign(size_t(most) * n, -1);
+    m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+      Workspace<R>& w = work[worker];
+      m.tile(i0, ni, j0, nj, w);
+      m.positives(i0, ni, j0, nj, w);
+      for (int i = 0; i < ni; ++i)
+        for (int j = w.skip1[i]; j < nj; ++j) {
+          const R value = w.u[int64_t(i) * nj + j];
+          add(i0 + i, j0 + j, value);
+          if (m.symmetric) add(j0 + j, i0 + i, value);
+        }
+    });
+    std::vector<std::pair<R, int64_t>> row;
+    for (int64_t i = 0; i < n; ++i) {
+      row.clear();
+      for (int p = 0; p < count[i]; ++p) row.emplace_back(u[p * n + i], place[p * n + i]);
+      std::sort(row.begin(), row.end());
+      for (int p = 0; p < count[i]; ++p) u[p * n + i] = row[p].first, place[p * n + i] = row[p].second;
+    }
+  }
+
+ private:
+  void add(int64_t i, int64_t j, R value) {
+    const int p = count[i]++;
+    u[p * n + i] = value, place[p * n + i] = j;
+  }
+};
+
+}  // namespace pydml

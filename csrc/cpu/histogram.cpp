@@ -1,0 +1,129 @@
+// The histogram engine: soft counts of u per row, for positives and for negatives, and their gradient.
+#include "cpu/engine.h"
+
+namespace pydml {
+namespace {
+
+// Visit every pair of the matrix with f(tile, side): positives inside classes, negatives everywhere else.
+template <class R, class F>
+void for_pairs(const Matrix<R>& m, std::vector<Workspace<R>>& work, const F& f) {
+  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    m.tile(i0, ni, j0, nj, w);
+    m.negatives(i0, ni, j0, nj, w);
+    f(i0, ni, j0, nj, Side::negatives, w);
+  });
+  m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    m.tile(i0, ni, j0, nj, w);
+    m.positives(i0, ni, j0, nj, w);
+    f(i0, ni, j0, nj, Side::positives, w);
+  });
+}
+
+template <class R>
+Histogram<R> describe(const Matrix<R>& m, int ni, int nj, int64_t nodes, double low, double high, Workspace<R>& w) {
+  Histogram<R> h{};
+  h.t = bare_tile(m, ni, nj, w);
+  h.nodes = int(nodes), h.low = R(low), h.inverse = R(double(nodes - 1) / (high - low));
+  w.left.resize(m.T);
+  h.left = w.left.data(), h.share = w.scratch.data();
+  return h;
+}
+
+template <class R>
+std::tuple<Tensor, Tensor> forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                   const OptionalTensor& col_labels, int64_t nodes, double low, double high, Text view,
+                                   bool normalize) {
+  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  auto work = m.workspaces();
+  std::vector<R> counts[2] = {std::vector<R>(m.n_rows * nodes), std::vector<R>(m.n_rows * nodes)};
+  for_pairs(m, work, [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w) {
+    Histogram<R> h = describe(m, ni, nj, nodes, low, high, w);
+    std::vector<R>& c = counts[side == Side::negatives];
+    h.counts_i = c.data() + i0 * nodes;
+    if (m.symmetric) h.counts_j = c.data() + j0 * nodes;
+    m.k.histogram_forward(h);
+  });
+  Tensor out[2];
+  for (int side = 0; side < 2; ++side) {
+    out[side] = at::empty({m.n_rows, nodes}, rows.options().dtype(type_of<R>()));
+    R* to = out[side].template data_ptr<R>();
+    for (int64_t i = 0; i < m.n_rows; ++i)
+      std::copy_n(counts[side].data() + i * nodes, nodes, to + m.row.place(i) * nodes);
+    if (!m.finite) out[side].fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  return {out[0], out[1]};
+}
+
+template <class R>
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& grad_negatives, const Tensor& rows,
+                                    const OptionalTensor& cols, const Tensor& row_labels,
+                                    const OptionalTensor& col_labels, int64_t nodes, double low, double high, Text view,
+                                    bool normalize, bool want_rows, bool want_cols) {
+  Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  m.start_gradient(want_rows, want_cols);
+  auto work = m.workspaces();
+  std::vector<R> slopes[2];
+  bool some[2] = {false, false};
+  const Tensor grads[2] = {grad_positives.contiguous(), grad_negatives.contiguous()};
+  for (int side = 0; side < 2; ++side) {
+    slopes[side].resize(m.n_rows * (nodes - 1));
+    const R* g = grads[side].template const_data_ptr<R>();
+    for (int64_t i = 0; i < m.n_rows; ++i)
+      for (int64_t l = 0; l + 1 < nodes; ++l) {
+        const R* at = g + m.row.place(i) * nodes + l;
+        const R slope = (at[1] - at[0]) * R(double(nodes - 1) / (high - low));
+        slopes[side][i * (nodes - 1) + l] = slope;
+        some[side] |= slope != 0;
+      }
+  }
+  for_pairs(m, work, [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w) {
+    const int s = side == Side::negatives;
+    if (!some[s]) return;
+    m.keep(ni, nj, w);
+    Histogram<R> h = describe(m, ni, nj, nodes, low, high, w);
+    h.slopes_i = slopes[s].data() + i0 * (nodes - 1);
+    if (m.symmetric) h.slopes_j = slopes[s].data() + j0 * (nodes - 1);
+    m.k.histogram_backward(h);
+    m.add_weights_sparsely(i0, ni, j0, nj, w);
+  });
+  return m.gradients();
+}
+
+std::tuple<Tensor, Tensor> histogram(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                     const OptionalTensor& col_labels, int64_t nodes, double low, double high,
+                                     Text view, bool normalize) {
+  return with_type(rows, [&](auto r) {
+    return forward<decltype(r)>(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize);
+  });
+}
+
+std::tuple<Tensor, Tensor> histogram_backward(const Tensor& grad_positives, const Tensor& grad_negatives,
+                                              const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                              const OptionalTensor& col_labels, int64_t nodes, double low, double high,
+                                              Text view, bool normalize, bool want_rows, bool want_cols) {
+  return with_type(rows, [&](auto r) {
+    return backward<decltype(r)>(grad_positives, grad_negatives, rows, cols, row_labels, col_labels, nodes, low, high,
+                                 view, normalize, want_rows, want_cols);
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
+  m.def(
+      "histogram(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, int nodes, float low, float high, "
+      "str "
+      "view, bool normalize) -> (Tensor, Tensor)");
+  m.def(
+      "histogram_backward(Tensor grad_positives, Tensor grad_negatives, Tensor rows, Tensor? cols, Tensor row_labels, "
+      "Tensor? col_labels, int nodes, float low, float high, str view, bool normalize, bool want_rows, bool want_cols) "
+      "-> (Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
+  m.impl("histogram", histogram);
+  m.impl("histogram_backward", histogram_backward);
+}
+
+}  // namespace pydml

@@ -1,0 +1,278 @@
+// The select engine: which pairs a miner or a selecting loss keeps. Indices only, no gradient.
+#include "cpu/engine.h"
+#include "losses.h"
+
+namespace pydml {
+namespace {
+
+// Largest (smallest) u of every row on one side and where it is; ties to the smallest original column.
+template <class R>
+struct Extreme {
+  std::vector<R> u;
+  std::vector<int64_t> where;
+  explicit Extreme(int64_t n) : u(n, -std::numeric_limits<R>::infinity()), where(n, -1) {}
+  void offer(int64_t i, R value, int64_t name) {
+    if (value > u[i] || (value == u[i] && where[i] >= 0 && name < where[i])) u[i] = value, where[i] = name;
+  }
+};
+
+// Among positives: sign·u largest, only those with u above `floor`.
+template <class R>
+Extreme<R> among_positives(const Matrix<R>& m, std::vector<Workspace<R>>& work, R sign, const std::vector<R>* floor) {
+  Extreme<R> best(m.n_rows);
+  auto offer = [&](int64_t i, int64_t j, R u) {
+    if (!floor || u > (*floor)[i]) best.offer(i, sign * u, m.col.place(j));
+  };
+  m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    m.tile(i0, ni, j0, nj, w);
+    m.positives(i0, ni, j0, nj, w);
+    for (int i = 0; i < ni; ++i)
+      for (int j = w.skip1[i]; j < nj; ++j) {
+        const R u = w.u[int64_t(i) * nj + j];
+        offer(i0 + i, j0 + j, u);
+        if (m.symmetric) offer(j0 + j, i0 + i, u);
+      }
+  });
+  return best;
+}
+
+// Among negatives: sign·u largest, only those with u below `ceiling` (with sign 1).
+template <class R>
+Extreme<R> among_negatives(const Matrix<R>& m, std::vector<Workspace<R>>& work, R sign, const std::vector<R>* ceiling) {
+  const int64_t n = m.n_rows;
+  Extreme<R> best(n);
+  const std::vector<R> unlimited(n, std::numeric_limits<R>::infinity());
+  const R* limit = ceiling ? ceiling->data() : unlimited.data();
+  std::vector<int64_t> names(m.n_cols);
+  for (int64_t j = 0; j < m.n_cols; ++j) names[j] = m.col.place(j);
+  const std::vector<int> one(m.T, 1);
+  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    m.tile(i0, ni, j0, nj, w);
+    m.negatives(i0, ni, j0, nj, w);
+    if (sign < 0)
+      for (int64_t e = 0; e < int64_t(ni) * nj; ++e) w.u[e] = -w.u[e];
+    Thresholds<R> h{};
+    h.t = bare_tile(m, ni, nj, w);
+    h.stride = n, h.most_j = 1, h.n_i = one.data();
+    h.value_i = limit + i0, h.best_i = best.u.data() + i0, h.where_i = best.where.data() + i0;
+    h.name_j = names.data() + j0;
+    if (m.symmetric) {
+      h.value_j = limit + j0, h.best_j = best.u.data() + j0, h.where_j = best.where.data() + j0;
+      h.name_i = names.data() + i0;
+    }
+    m.k.best_below(h);
+  });
+  return best;
+}
+
+template <class R>
+std::tuple<Tensor, Tensor> run_extremes(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                        const OptionalTensor& col_labels, Text positive, Text negative, Text view,
+                                        bool normalize) {
+  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  auto work = m.workspaces();
+  constexpr R inf = std::numeric_limits<R>::infinity();
+  auto chosen = [&](const Extreme<R>& e, R sign, R missing) {
+    std::vector<R> u(m.n_rows);
+    for (int64_t i = 0; i < m.n_rows; ++i) u[i] = e.where[i] < 0 ? missing : sign * e.u[i];
+    return u;
+  };
+  const R easy = positive == "easy" ? R(1) : R(-1), hard = negative == "easy" ? R(-1) : R(1);
+  Extreme<R> p(0), q(0);
+  if (positive == "semihard") {  // the hardest positive that is still nearer than the chosen negative
+    q = among_negatives<R>(m, work, hard, nullptr);
+    const std::vector<R> floor = chosen(q, hard, inf);
+    p = among_positives<R>(m, work, -1, &floor);
+  } else {
+    p = among_positives<R>(m, work, easy, nullptr);
+    const std::vector<R> ceiling = chosen(p, easy, -inf);
+    q = among_negatives<R>(m, work, hard, negative == "semihard" ? &ceiling : nullptr);
+  }
+  Tensor out_p = at::empty({m.n_rows}, row_labels.options()), out_n = at::empty_like(out_p);
+  for (int64_t i = 0; i < m.n_rows; ++i) {
+    out_p.data_ptr<int64_t>()[m.row.place(i)] = p.where[i];
+    out_n.data_ptr<int64_t>()[m.row.place(i)] = q.where[i];
+  }
+  return {out_p, out_n};
+}
+
+template <class R>
+struct Candidate {
+  R loss;
+  int64_t i, j;  // original row and column
+  bool operator<(const Candidate& o) const { return loss != o.loss ? loss > o.loss : i != o.i ? i < o.i : j < o.j; }
+};
+
+// The k best candidates seen by one thread: a buffer that is cut back to k when it is full. A pair that does not beat
+// the k-th best of any thread is not among the k best of all.
+template <class R>
+struct Best {
+  size_t k;
+  std::vector<Candidate<R>> kept;
+  Candidate<R> worst{-std::numeric_limits<R>::infinity(), INT64_MAX, INT64_MAX};
+  void offer(const Candidate<R>& c) {
+    if (!(c < worst)) return;
+    kept.push_back(c);
+    if (kept.size() >= 2 * k + 1024) cut();
+  }
+  void cut() {
+    if (kept.size() <= k) return;
+    std::nth_element(kept.begin(), kept.begin() + k - 1, kept.end());
+    kept.resize(k);
+    worst = kept[k - 1];
+  }
+};
+
+template <class R>
+std::tuple<Tensor, Tensor> run_topk(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                    const OptionalTensor& col_labels, Text policy, at::ArrayRef<double> numbers,
+                                    int64_t k, Text side, Text view, bool normalize) {
+  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  auto work = m.workspaces();
+  std::vector<R> params(numbers.begin(), numbers.end());
+  params.resize(8);
+  std::vector<Best<R>> best(work.size());
+  for (auto& b : best) b.k = size_t(k);
+  const auto& table = m.k.pair[policy_id(policy)];
+  auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, bool negative, Workspace<R>& w, Best<R>& b) {
+    R* loss = w.scratch.data();
+    for (int i = 0; i < ni; ++i) {
+      table[negative][0].terms(params.data(), w.u.data() + int64_t(i) * nj, loss, nj);
+      const int64_t row = m.row.place(i0 + i);
+      for (int j = 0; j < nj; ++j) {
+        if ((j >= w.skip0[i] && j < w.skip1[i]) || loss[j] < b.worst.loss) continue;
+        const int64_t column = m.col.place(j0 + j);
+        const bool turn = m.symmetric && column < row;
+        b.offer({loss[j], turn ? column : row, turn ? row : column});
+      }
+    }
+  };
+  if (side != "positives")
+    m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+      Workspace<R>& w = work[worker];
+      m.tile(i0, ni, j0, nj, w);
+      m.negatives(i0, ni, j0, nj, w);
+      collect(i0, ni, j0, nj, true, w, best[worker]);
+    });
+  if (side != "negatives")
+    m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+      Workspace<R>& w = work[worker];
+      m.tile(i0, ni, j0, nj, w);
+      m.positives(i0, ni, j0, nj, w);
+      collect(i0, ni, j0, nj, false, w, best[worker]);
+    });
+  for (size_t b = 1; b < best.size(); ++b)
+    best[0].kept.insert(best[0].kept.end(), best[b].kept.begin(), best[b].kept.end());
+  best[0].cut();
+  std::sort(best[0].kept.begin(), best[0].kept.end());
+  Tensor i = at::full({k}, -1, row_labels.options()), j = at::full({k}, -1, row_labels.options());
+  for (size_t e = 0; e < best[0].kept.size(); ++e) {
+    i.data_ptr<int64_t>()[e] = best[0].kept[e].i;
+    j.data_ptr<int64_t>()[e] = best[0].kept[e].j;
+  }
+  return {i, j};
+}
+
+template <class R>
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const OptionalTensor& cols,
+                                                     const Tensor& row_labels, const OptionalTensor& col_labels,
+                                                     std::optional<double> epsilon, Text view, bool normalize) {
+  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  auto work = m.workspaces();
+  constexpr R inf = std::numeric_limits<R>::infinity();
+  std::vector<R> below(m.n_rows, inf), above(m.n_rows, -inf);
+  if (epsilon) {
+    const Extreme<R> least = among_positives<R>(m, work, -1, nullptr), most = among_negatives<R>(m, work, 1, nullptr);
+    for (int64_t i = 0; i < m.n_rows; ++i) {
+      below[i] = most.where[i] < 0 ? -inf : most.u[i] + R(*epsilon);
+      above[i] = least.where[i] < 0 ? inf : -least.u[i] - R(*epsilon);
+    }
+  }
+  using Pair = std::pair<int64_t, int64_t>;
+  std::vector<std::vector<Pair>> found[2] = {std::vector<std::vector<Pair>>(work.size()),
+                                             std::vector<std::vector<Pair>>(work.size())};
+  auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, int side, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    auto offer = [&](int64_t i, int64_t j, R u) {
+      if (side ? u > above[i] : u < below[i]) found[side][worker].emplace_back(m.row.place(i), m.col.place(j));
+    };
+    for (int i = 0; i < ni; ++i)
+      for (int j = 0; j < nj; ++j) {
+        if (j >= w.skip0[i] && j < w.skip1[i]) continue;
+        const R u = w.u[int64_t(i) * nj + j];
+        offer(i0 + i, j0 + j, u);
+        if (m.symmetric) offer(j0 + j, i0 + i, u);
+      }
+  };
+  m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    m.tile(i0, ni, j0, nj, work[worker]);
+    m.positives(i0, ni, j0, nj, work[worker]);
+    collect(i0, ni, j0, nj, 0, worker);
+  });
+  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    m.tile(i0, ni, j0, nj, work[worker]);
+    m.negatives(i0, ni, j0, nj, work[worker]);
+    collect(i0, ni, j0, nj, 1, worker);
+  });
+  Tensor out[2][2];
+  for (int side = 0; side < 2; ++side) {
+    std::vector<Pair> all;
+    for (const auto& part : found[side]) all.insert(all.end(), part.begin(), part.end());
+    std::sort(all.begin(), all.end());
+    for (Tensor& t : out[side]) t = at::empty({int64_t(all.size())}, row_labels.options());
+    for (size_t e = 0; e < all.size(); ++e) {
+      out[side][0].data_ptr<int64_t>()[e] = all[e].first;
+      out[side][1].data_ptr<int64_t>()[e] = all[e].second;
+    }
+  }
+  return {out[0][0], out[0][1], out[1][0], out[1][1]};
+}
+
+std::tuple<Tensor, Tensor> extremes(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                    const OptionalTensor& col_labels, Text positive, Text negative, Text view,
+                                    bool normalize) {
+  return with_type(rows, [&](auto r) {
+    return run_extremes<decltype(r)>(rows, cols, row_labels, col_labels, positive, negative, view, normalize);
+  });
+}
+
+std::tuple<Tensor, Tensor> topk(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                const OptionalTensor& col_labels, Text policy, at::ArrayRef<double> params, int64_t k,
+                                Text side, Text view, bool normalize) {
+  return with_type(rows, [&](auto r) {
+    return run_topk<decltype(r)>(rows, cols, row_labels, col_labels, policy, params, k, side, view, normalize);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> mined(const Tensor& rows, const OptionalTensor& cols,
+                                                 const Tensor& row_labels, const OptionalTensor& col_labels,
+                                                 std::optional<double> epsilon, Text view, bool normalize) {
+  return with_type(rows, [&](auto r) {
+    return run_mined<decltype(r)>(rows, cols, row_labels, col_labels, epsilon, view, normalize);
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
+  m.def(
+      "extremes(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str positive, str negative, str "
+      "view, "
+      "bool normalize) -> (Tensor, Tensor)");
+  m.def(
+      "topk(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str policy, float[] params, int k, str "
+      "side, str view, bool normalize) -> (Tensor, Tensor)");
+  m.def(
+      "mined(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, float? epsilon, str view, bool "
+      "normalize) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
+  m.impl("extremes", extremes);
+  m.impl("topk", topk);
+  m.impl("mined", mined);
+}
+
+}  // namespace pydml
