@@ -7,6 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "losses.h"
+
+namespace pydml {
+const char* isa_name();
+}
+
 namespace py = pybind11;
 
 namespace {
@@ -19,11 +25,21 @@ constexpr const char* kCompiler = "clang " __clang_version__;
 constexpr const char* kCompiler = "g++ " __VERSION__;
 #endif
 
-// Losses that the kernels were compiled for.
-Names loss_names() { return {}; }
+// Policies of csrc/losses that the kernels were compiled for.
+Names loss_names() {
+#define PYDML_NAME(name, Policy) #name,
+  return {PYDML_POLICIES(PYDML_NAME)};
+#undef PYDML_NAME
+}
 
 // Instruction sets that the kernels were compiled for; the best one that the CPU has is chosen at run time.
-Names isa_variants() { return {"portable"}; }
+Names isa_variants() {
+#if defined(__x86_64__)
+  return {"portable", "avx2", "avx512"};
+#else
+  return {"portable"};
+#endif
+}
 
 // What the CPU has of the instruction sets that kernels may ask for.
 Names cpu_features() {
@@ -56,5 +72,6 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "Compiled part of pydml.";
   m.def("build_info", &build_info, "Compiler, standard, flags, torch version and instruction sets of this build.");
   m.def("cpu_features", &cpu_features, "Vector instruction sets of this CPU.");
-  m.def("losses", &loss_names, "Losses that the kernels were compiled for.");
+  m.def("losses", &loss_names, "Policies that the kernels were compiled for.");
+  m.def("isa", &pydml::isa_name, "The instruction set that the kernels use here (PYDML_ISA asks for another).");
 }

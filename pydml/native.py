@@ -25,6 +25,7 @@ ENGINES = (
     "extremes",
     "topk",
     "mined",
+    "sample",
     "rank",
 )
 #: Engines that hold the positives of all rows at once do so up to this class size; beyond it the tiled ones, which hold
@@ -72,8 +73,11 @@ def _modest_classes(name: str, first_label: int) -> Kernel:
     return run
 
 
+missing = [name for name in ENGINES if not hasattr(torch.ops.pydml_cpu, name)]
+if missing:
+    raise ImportError(f"pydml._C was built from other sources: it has no {', '.join(missing)}; build it again")
+
 KERNELS: dict[str, Kernel] = {
-    **tiled.KERNELS,  # engines that have no C++ kernel
     **{name: getattr(torch.ops.pydml_cpu, name).default for name in ENGINES},
     "pair_saved": pair_saved,
     "triplet": _modest_classes("triplet", 2),

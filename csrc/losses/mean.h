@@ -1,4 +1,4 @@
-// Sums of u and the number of pairs on both sides: Multi-Similarity mining with equal weights, Wang et al. 2019, §4.3.
+// Sums of u and the number of pairs on both sides: Multi-Similarity mining with equal weights, Wang et al. 2019, §5.1.
 #pragma once
 #include "policy.h"
 

@@ -50,4 +50,32 @@ LOSSES: dict[str, type[MetricLoss]] = {
     "proxy_repulsion": ProxyRepulsionLoss,
 }
 
-__all__ = ["LOSSES", "MetricLoss", "ProxyLoss", *sorted(cls.__name__ for cls in LOSSES.values())]
+__all__ = [
+    "LOSSES",
+    "ArcFaceLoss",
+    "BinLiftedLoss",
+    "BinomialDevianceLoss",
+    "ContrastiveLoss",
+    "DROKLGroupedLoss",
+    "DROKLLoss",
+    "DROTopKLoss",
+    "ExtremeTripletLoss",
+    "FastAPLoss",
+    "GeneralizedLiftedStructureLoss",
+    "HistogramLoss",
+    "LiftedStarLoss",
+    "LiftedStructureLoss",
+    "MSMiningLoss",
+    "MarginLoss",
+    "MetricLoss",
+    "MultiSimilarityLoss",
+    "NCALoss",
+    "NPairsLoss",
+    "NormalizedSoftmaxLoss",
+    "ProxyAnchorLoss",
+    "ProxyLoss",
+    "ProxyNCALoss",
+    "ProxyRepulsionLoss",
+    "SoftTripleLoss",
+    "TripletMarginLoss",
+]

@@ -47,7 +47,7 @@ class _DROLoss(MetricLoss):
 
 
 class DROTopKLoss(_DROLoss):
-    """Top-K DRO, Qi et al. 2020, eq. 6: the mean of the k largest pair losses over unordered pairs.
+    """Top-K DRO, Qi et al. 2020, section 3.2: the mean of the k largest pair losses over unordered pairs.
 
     ``balanced`` (TopK-PN): the k/2 largest of the positives and the k/2 largest of the negatives. Fewer pairs than
     asked for: all of them, divided by their number. Ties go to the smaller (i, j).
@@ -104,7 +104,7 @@ class DROTopKLoss(_DROLoss):
 
 
 class DROKLLoss(_DROLoss):
-    """KL-regularised DRO, Qi et al. 2020, eq. 8: γ·log mean over unordered pairs of e^{l/γ}."""
+    """KL-regularised DRO, Qi et al. 2020, section 3.2: γ·log mean over unordered pairs of e^{l/γ}."""
 
     over_anchors = False
     reductions = ("mean",)
@@ -143,7 +143,7 @@ class DROKLLoss(_DROLoss):
 
 
 class DROKLGroupedLoss(_DROLoss):
-    """Grouped KL DRO, Qi et al. 2020, eq. 10, averaged over the batch.
+    """Grouped KL DRO, Qi et al. 2020, eq. 7, averaged over the batch.
 
     L = 1/B Σ_i { γ₊·log mean_{P_i} e^{l/γ₊} + γ₋·log mean_{N_i} e^{l/γ₋} }, an empty side counted 0
     """

@@ -12,7 +12,7 @@ from pydml.losses.batch import Batch, Dense
 
 
 class FastAPLoss(MetricLoss):
-    """FastAP, Cakir et al. 2019, eq. 8.
+    """FastAP, Cakir et al. 2019 (supplement, eq. 21).
 
     L = 1 - mean over anchors with a positive of 1/N⁺·Σ_l h⁺_l H⁺_l/H_l (0/0 = 0), with num_bins+1 nodes on D² in [0, 4]
 

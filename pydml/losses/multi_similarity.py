@@ -75,7 +75,7 @@ class MultiSimilarityLoss(MetricLoss):
 
 
 class MSMiningLoss(MetricLoss):
-    """Multi-Similarity mining with equal weights, Wang et al. 2019, section 4.3.
+    """Multi-Similarity mining with equal weights, Wang et al. 2019, section 5.1, Table 2.
 
     L = 1/B Σ_i { mean_{mined P_i}(1-S) + mean_{mined N_i}(S) }, a mean over nothing being 0
     """

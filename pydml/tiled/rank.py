@@ -19,7 +19,7 @@ def rank(
     positives = row_labels.new_zeros(len(rows))
     above, hits = row_labels.new_zeros(len(rows), 2), row_labels.new_zeros(len(rows), 2)
     precision = m.row.x.new_zeros((len(rows), 2), dtype=torch.float64)
-    for tile in m.tiles():
+    for tile in m.tiles():  # nothing where there are no queries
         number = tile.same.sum(1)
         positives[tile.rows] = number
         most = int(number.amax())

@@ -15,8 +15,8 @@ from pydml.tiled.sides import Matrix, Tile
 def _extreme(u: Tensor, member: Tensor, largest: bool) -> Tensor:
     """Column of the largest (smallest) u among members, the first of equals; -1 where there is none."""
     best = u.masked_fill(~member, -torch.inf).amax(1) if largest else u.masked_fill(~member, torch.inf).amin(1)
-    at = (member & (u == best[:, None])).to(torch.uint8).argmax(1)
-    return torch.where(member.any(1), at, -1)
+    reached = member & (u == best[:, None])
+    return torch.where(reached.any(1), reached.to(torch.uint8).argmax(1), -1)
 
 
 def _at(u: Tensor, index: Tensor, missing: float) -> Tensor:

@@ -98,7 +98,7 @@ class Matrix:
     def tiles(self) -> Iterator[Tile]:
         """The matrix by blocks of whole rows; nothing where it has no columns."""
         rows, cols = self.shape
-        if cols:
+        if rows and cols:
             for block in torch.arange(rows, device=self.row.x.device).split(max(16, min(1024, TILE_ELEMENTS // cols))):
                 yield self.tile(block)
 
