@@ -262,9 +262,10 @@ at::Tensor Vectors<R>::gradient() {
 
 template <class R>
 Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols, const at::Tensor& row_labels,
-                  const std::optional<at::Tensor>& col_labels, View v, bool normalize, int64_t pooled, R sharp)
+                  const std::optional<at::Tensor>& col_labels, View v, bool normalize, Ties t, int64_t pooled, R sharp)
     : k(kernels<R>()),
       view(v),
+      ties(t),
       symmetric(!cols.has_value()),
       pool(pooled),
       sharpness(sharp),
@@ -315,7 +316,8 @@ void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
   const int64_t wide = int64_t(nj) * pool, first = j0 * pool;
   R* out = pool > 1 ? w.raw.data() : w.u.data();
   const bool scaled = !col.scale.empty();
-  if (ni * wide <= 64) {
+  const bool dots = ties == Ties::any && ni * wide <= 64;
+  if (dots) {
     for (int i = 0; i < ni; ++i) {
       const R* x = row.row(i0 + i, w.x.data());
       for (int64_t j = 0; j < wide; ++j) k.dot(x, col.row(first + j, w.y.data()), d, out + i * wide + j);
@@ -326,7 +328,7 @@ void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
     at::mm_out(s, row.x.narrow(0, i0, ni), col.x.narrow(0, first, wide).t());
   }
   const R tolerance = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
-  const R* scale = scaled && ni * wide > 64 ? col.scale.data() + first : nullptr;
+  const R* scale = scaled && !dots ? col.scale.data() + first : nullptr;
   w.near.clear();
   if (k.to_view(view, out, wide, ni, int(wide), scale, row.size.data() + i0, col.size.data() + first, tolerance))
     mend(i0, ni, j0, nj, w);

@@ -73,14 +73,20 @@ struct Workspace {
   std::vector<std::pair<int, int>> near;  // pairs of the tile whose D² came from the rows
 };
 
+// Must equal rows give equal bits wherever they stand? Then even the smallest tiles are left to BLAS. Engines that
+// compare positives with negatives need it.
+enum class Ties { any, exact };
+
 template <class R>
 class Matrix {
  public:
   Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols, const at::Tensor& row_labels,
-         const std::optional<at::Tensor>& col_labels, View view, bool normalize, int64_t pool = 1, R sharpness = 1);
+         const std::optional<at::Tensor>& col_labels, View view, bool normalize, Ties ties = Ties::any,
+         int64_t pool = 1, R sharpness = 1);
 
   const Kernels<R>& k;
   const View view;
+  const Ties ties;
   const bool symmetric;
   const int64_t pool;
   const R sharpness;
@@ -90,7 +96,6 @@ class Matrix {
   const int64_t n_rows, n_cols, d, T, col_block;
   std::vector<int64_t> same0, same1;  // columns [same0_i, same1_i) have the label of row i
   bool finite;
-
   struct Range {  // rows and columns of one class
     int64_t r0, r1, c0, c1;
   };

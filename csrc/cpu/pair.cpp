@@ -65,7 +65,7 @@ struct PairEngine {
   PairEngine(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels, const OptionalTensor& col_labels,
              const OptionalTensor& rf, const OptionalTensor& cf, c10::string_view name, at::ArrayRef<double> numbers,
              c10::string_view view, bool normalize, bool mines, int64_t pool, double sharpness)
-      : m(rows, cols, row_labels, col_labels, view_of(view), normalize, pool, R(sharpness)),
+      : m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::any, pool, R(sharpness)),
         policy(policy_id(name)),
         slots(slots_of(policy)),
         params(numbers.begin(), numbers.end()),

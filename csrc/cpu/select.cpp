@@ -71,7 +71,7 @@ template <class R>
 std::tuple<Tensor, Tensor> run_extremes(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                         const OptionalTensor& col_labels, Text positive, Text negative, Text view,
                                         bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact);
   auto work = m.workspaces();
   constexpr R inf = std::numeric_limits<R>::infinity();
   auto chosen = [&](const Extreme<R>& e, R sign, R missing) {
@@ -129,7 +129,7 @@ template <class R>
 std::tuple<Tensor, Tensor> run_topk(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                     const OptionalTensor& col_labels, Text policy, at::ArrayRef<double> numbers,
                                     int64_t k, Text side, Text view, bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact);
   auto work = m.workspaces();
   std::vector<R> params(numbers.begin(), numbers.end());
   params.resize(8);
@@ -179,7 +179,7 @@ template <class R>
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const OptionalTensor& cols,
                                                      const Tensor& row_labels, const OptionalTensor& col_labels,
                                                      std::optional<double> epsilon, Text view, bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact);
   auto work = m.workspaces();
   constexpr R inf = std::numeric_limits<R>::infinity();
   std::vector<R> below(m.n_rows, inf), above(m.n_rows, -inf);

@@ -18,7 +18,7 @@ struct TripletEngine {
 
   TripletEngine(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                 const OptionalTensor& col_labels, double gap, bool soft, Text view, bool normalize)
-      : m(rows, cols, row_labels, col_labels, view_of(view), normalize),
+      : m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact),
         work(m.workspaces()),
         positives(m, work),
         margin(R(gap)),
