@@ -18,7 +18,7 @@ MODES = ("forward", "backward", "full")
 KS = (1, 10, 100, 1000)
 
 PADDED = "dense: all positives of an anchor in one padded tensor [B, M-1, B]"
-SCATTER = "dense: scatter_add of all pairs into the bins"
+SCATTER = "dense: scatter_add of every row into its bins"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Variant:
     arguments: dict[str, Any] = field(default_factory=dict)
     k_per_item: int = 0  # k = that many times B
     kind: str = "pair"  # or "proxy", "metric"
-    selects: bool = False  # rounding may choose another pair where two are nearly alike
+    selects: bool = False  # rounding may decide otherwise where pairs are nearly alike
     matrices: int = 10  # fp32 matrices [B, B] or [B, C] that autograd keeps alive in the dense code
     note: str = ""
 
@@ -56,7 +56,7 @@ _VARIANTS = [
     Variant("bin_lifted", "", peers.bin_lifted),
     Variant("nca", "", peers.nca),
     Variant("n_pairs", "", peers.n_pairs, matrices=4),
-    Variant("margin", "", peers.margin),
+    Variant("margin", "", peers.margin, selects=True),
     Variant("triplet", "all", peers.triplet_all, {"triplets": "all"}, selects=True, matrices=30, note=PADDED),
     Variant("triplet", "hard", peers.triplet_hard, {"triplets": "hard"}, selects=True),
     Variant(

@@ -180,10 +180,11 @@ def histogram(z: Tensor, labels: Tensor, *, n_bins: int) -> Tensor:
     at = (s.clamp(-1, 1) + 1) * (n_bins / 2)
     left = at.detach().long().clamp_max(n_bins - 1)
     right = at - left
-    h_pos, h_neg = (
-        s.new_zeros(n_bins + 1)
-        .scatter_add(0, left.flatten(), ((1 - right) * side).flatten())
-        .scatter_add(0, left.flatten() + 1, (right * side).flatten())
+    h_pos, h_neg = (  # row by row: one long fp32 sum a bin would lose digits, and could not be shared between threads
+        s.new_zeros(len(s), n_bins + 1)
+        .scatter_add(1, left, (1 - right) * side)
+        .scatter_add(1, left + 1, right * side)
+        .sum(0)
         / side.sum().clamp_min(1)
         for side in (pos, neg)
     )

@@ -196,7 +196,7 @@ def test_near_ties_are_forgiven_only_where_a_loss_selects() -> None:
     wanted, found = (agreement.Result(torch.tensor(1.0), (g,)) for g in (gradient, flipped))
     assert agreement.compare(found, wanted, selects=True).agrees
     assert not agreement.compare(found, wanted).agrees
-    flipped[:8] = 2
+    flipped[:9] = 2
     assert not agreement.compare(found, wanted, selects=True).agrees
 
 
