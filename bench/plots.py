@@ -58,10 +58,10 @@ def _timed(rows: Iterable[Row], mode: str) -> list[Row]:
     return [row for row in rows if row["p50"] and (row["mode"] == mode or row["op"] == "recall")]
 
 
-def _sign(fig: Any, row: Row) -> None:
-    """Where the numbers come from, below the figure."""
+def _sign(fig: Any, row: Row, **place: Any) -> None:
+    """Where the numbers come from, in small print."""
     text = f"{row['device']}, {row['threads']} threads, torch {row['torch']}, commit {row['commit']}"
-    fig.text(0.01, -0.08 / fig.get_size_inches()[1], text, fontsize=7, color="#777777", va="top")
+    fig.text(s=text, fontsize=7, color="#777777", va="top", **place)
 
 
 def _short(number: float) -> str:
@@ -133,7 +133,7 @@ def _overview(rows: Sequence[Row], regime: str, mode: str, folder: Path) -> Path
     ax.set_title(f"Speed-up of pydml, {main}, regime «{regime}»", loc="left", pad=22)
     handles = [Patch(color=LOOKS[peer][1], label=f"over {LOOKS[peer][0]}") for peer in peers]
     ax.legend(handles=handles, ncols=len(peers), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, fontsize=9)
-    _sign(fig, rows[0])
+    _sign(fig, rows[0], x=0.01, y=-0.005)
     path = folder / f"overview-{regime}.png"
     fig.savefig(path)
     plt.close(fig)
@@ -202,7 +202,7 @@ def _against_size(rows: Sequence[Row], loss: str, dim: str, regime: str, mode: s
     handles = {text: handle for a in axes[0] for handle, text in zip(*a.get_legend_handles_labels(), strict=True)}
     fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
     fig.suptitle(f"{loss}, d = {dim}, regime «{regime}»", x=0.01, ha="left", fontweight="bold")
-    _sign(fig, rows[0])
+    _sign(fig, rows[0], x=0.99, y=0.97, ha="right")
     path = folder / f"{loss.replace('/', '-')}-{dim}-{regime}.png"
     fig.savefig(path)
     plt.close(fig)
