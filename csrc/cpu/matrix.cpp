@@ -323,9 +323,17 @@ void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
       for (int64_t j = 0; j < wide; ++j) k.dot(x, col.row(first + j, w.y.data()), d, out + i * wide + j);
     }
   } else {
+    // BLAS has other kernels for the smallest products, with other bits: they are cut out of larger ones
+    const int64_t least = ties == Ties::exact ? 16 : 1;
+    const int64_t mi = std::max<int64_t>(ni, std::min(least, row.n())), mj = std::max(wide, std::min(least, col.n()));
+    const int64_t i1 = std::min(i0, row.n() - mi), j1 = std::min(first, col.n() - mj);
+    const bool cut = mi > ni || mj > wide;
+    if (cut) w.window.resize(mi * mj);
+    at::Tensor s = wrap(cut ? w.window.data() : out, mi, mj);
     const at::AutoDispatchBelowADInplaceOrView guard;
-    at::Tensor s = wrap(out, ni, wide);
-    at::mm_out(s, row.x.narrow(0, i0, ni), col.x.narrow(0, first, wide).t());
+    at::mm_out(s, row.x.narrow(0, i1, mi), col.x.narrow(0, j1, mj).t());
+    for (int i = 0; cut && i < ni; ++i)
+      std::copy_n(w.window.data() + (i0 - i1 + i) * mj + (first - j1), wide, out + i * wide);
   }
   const R tolerance = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
   const R* scale = scaled && !dots ? col.scale.data() + first : nullptr;

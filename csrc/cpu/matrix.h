@@ -68,7 +68,7 @@ template <class R>
 struct Workspace {
   std::vector<R> u;    // [ni, nj] the tile
   std::vector<R> raw;  // [ni, nj·pool] its columns before pooling
-  std::vector<R> kept, scratch, x, y;
+  std::vector<R> window, kept, scratch, x, y;
   std::vector<int> skip0, skip1, left;
   std::vector<std::pair<int, int>> near;  // pairs of the tile whose D² came from the rows
 };
