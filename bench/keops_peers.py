@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, relu, softplus
 
+LARGEST = 6e8  # B²·d: about ten seconds a step
 FAR = 1e4  # subtracted from the exponent of a pair that does not count
 
 

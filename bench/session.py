@@ -61,8 +61,10 @@ def tasks_from(args: argparse.Namespace, options: Options) -> list[Task]:
         chosen = cases.default_cases(args.loss, regimes)
     if not chosen:
         raise ValueError("loss, shapes: got no case to run; proxy losses take shapes BxDxC, all others BxD")
-    without = replace(options, memory=())  # of a quick run, which has no time to start a process for each of them
-    spared = {case.name for case in chosen if args.quick and case.variant.name not in ("ms/mined", "nca")}
+    without = replace(options, memory=())  # a quick run has no time to start a process for each of them
+    spared = {
+        case.name for case in chosen if args.quick and (case.variant.name, case.regime) != ("ms/mined", "trained")
+    }
     return [Task(case, without if case.name in spared else options) for case in chosen]
 
 
