@@ -63,7 +63,7 @@ def summary(rows: Sequence[Row]) -> str:
         own = found.get("pydml", {}).get("p50")
         cells = [loss, at, regime, mode]
         fraction = next((row["mined_fraction"] for row in found.values() if row["mined_fraction"]), "")
-        cells.append(f"{float(fraction):.1%}" if fraction else "")
+        cells.append(f"{float(fraction):.2%}" if fraction else "")
         cells.append(milliseconds(own) if own else _absent(found.get("pydml")))
         for peer in peers:
             theirs = found.get(peer, {}).get("p50")
