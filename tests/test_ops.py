@@ -313,6 +313,19 @@ def test_compiled_loss_against_a_reference_set_is_the_eager_one(case: Case, back
 
 
 @ON_FUSED
+@over(CASES, lambda case: case.takes_tuple and case.id == case.loss)
+def test_compiled_loss_of_a_tuple_is_the_eager_one(case: Case, backend: str) -> None:
+    torch._dynamo.reset()
+    z, labels = batch(dtype=torch.float32)
+    a, p = ((labels[:, None] == labels) & ~torch.eye(12, dtype=torch.bool)).nonzero(as_tuple=True)
+    a2, n = (labels[:, None] != labels).nonzero(as_tuple=True)
+    loss_fn = case.build(CLASSES, DIM, torch.float32)
+    forward = {"indices_tuple": (a[1::2], p[1::2], a2[::3], n[::3]), "backend": backend}
+    compiled = torch.compile(loss_fn, fullgraph=True, backend="aot_eager")
+    assert_same(run(lambda_module(compiled, loss_fn), z, labels, **forward), run(loss_fn, z, labels, **forward), 1e-6)
+
+
+@ON_FUSED
 def test_compiled_loss_takes_batches_of_other_sizes(backend: str) -> None:
     torch._dynamo.reset()
     loss_fn = pydml.losses.MultiSimilarityLoss(epsilon=0.1)
@@ -452,6 +465,15 @@ def test_expanded_rows_and_a_graph_behind_the_embeddings(case: Case, backend: st
     want = run(loss_fn, rows.detach(), labels, backend=backend)
     got.backward()
     assert_close(first.grad, want.grads["embeddings"][:2].sum(0, keepdim=True), 1e-11)
+
+
+@pytest.mark.xfail(strict=True, reason="torch.autocast refuses the device: RuntimeError: unsupported scalarType")
+def test_shapes_are_known_on_the_meta_device() -> None:
+    z, labels = batch(dtype=torch.float32)
+    leaf = z.to("meta").requires_grad_()
+    loss = pydml.losses.MultiSimilarityLoss()(leaf, labels.to("meta"))
+    assert loss.device.type == "meta"
+    assert loss.shape == ()
 
 
 # Low precision
