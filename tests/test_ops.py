@@ -624,6 +624,24 @@ def test_repr_says_what_the_loss_is(case: Case) -> None:
             assert f"{name}=" in text
 
 
+# What it costs
+
+
+@ON_FUSED
+@pytest.mark.xfail(strict=True, reason="it pads its matrix to the length of the tuple instead of the number of classes")
+def test_n_pairs_of_a_long_tuple_needs_no_more_rows_than_the_batch_has(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = importlib.import_module("pydml.ops")
+    pair, seen = ops.pair, []
+    monkeypatch.setattr(ops, "pair", lambda rows, *rest: seen.append(len(rows)) or pair(rows, *rest))
+    z, labels = batch()
+    a, p = ((labels[:, None] == labels) & ~torch.eye(12, dtype=torch.bool)).nonzero(as_tuple=True)
+    repeated = tuple(index.repeat(10) for index in (a, p, a, p))
+    pydml.losses.NPairsLoss()(z, labels, repeated, backend=backend)
+    assert max(seen) <= len(z)
+
+
 # Which backend runs
 
 
