@@ -136,14 +136,22 @@ std::tuple<Tensor, Tensor> run_topk(const Tensor& rows, const OptionalTensor& co
   std::vector<Best<R>> best(work.size());
   for (auto& b : best) b.k = size_t(k);
   const auto& table = m.k.pair[policy_id(policy)];
+  std::vector<int64_t> name(m.n_cols);
+  for (int64_t j = 0; j < m.n_cols; ++j) name[j] = m.col.place(j);
   auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, bool negative, Workspace<R>& w, Best<R>& b) {
     R* loss = w.scratch.data();
     for (int i = 0; i < ni; ++i) {
       table[negative][0].terms(params.data(), w.u.data() + int64_t(i) * nj, loss, nj);
-      const int64_t row = m.row.place(i0 + i);
-      for (int j = 0; j < nj; ++j) {
+      const int64_t row = m.row.place(i0 + i), *names = name.data() + j0;
+      // Does any pair of the row beat the k-th best, or equal it from an earlier place? Mostly not.
+      const R worst = b.worst.loss;
+      const int64_t last = b.worst.i;
+      int beats = 0;
+      for (int j = 0; j < nj; ++j)
+        beats += (loss[j] > worst) | ((loss[j] == worst) & ((row <= last) | (m.symmetric & (names[j] <= last))));
+      for (int j = 0; beats && j < nj; ++j) {
         if ((j >= w.skip0[i] && j < w.skip1[i]) || loss[j] < b.worst.loss) continue;
-        const int64_t column = m.col.place(j0 + j);
+        const int64_t column = names[j];
         const bool turn = m.symmetric && column < row;
         b.offer({loss[j], turn ? column : row, turn ? row : column});
       }
