@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
 def number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
@@ -80,6 +80,15 @@ def labels(name: str, y: Any, of: Tensor) -> Tensor:
     if y.device != of.device:
         raise ValueError(f"{name}: got a tensor on {y.device}, wanted {of.device}, where the embeddings are")
     return y.long()
+
+
+def labels_again(name: str, y: Any, of: Tensor, known: Tensor | None) -> None:
+    """Labels given a second time, for the batch as its own reference set: they must be the same."""
+    again = labels(name, y, of)
+    if known is None or again.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # comparing them would wait for the device
+    if not torch.equal(again, known):
+        raise ValueError(f"{name}: got other labels than labels beside ref_emb=embeddings, wanted the same or none")
 
 
 def within(name: str, index: Tensor, below: int, what: str) -> None:

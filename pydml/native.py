@@ -38,6 +38,15 @@ def block_size(n: int) -> int:
     return 256 if n >= 2048 else 128 if n >= 512 else 64
 
 
+def tile_count(rows: Tensor, cols: Tensor | None, pool_size: int = 1) -> int:
+    """Tiles of the matrix, as csrc/cpu/matrix.h cuts it."""
+    n_rows = rows.shape[0]
+    n_cols = n_rows if cols is None else cols.shape[0] // pool_size
+    block = block_size(n_rows if cols is None or n_rows > n_cols else n_cols)
+    row_blocks, col_blocks = -(-n_rows // block), -(-n_cols // max(1, block // pool_size))
+    return row_blocks * (row_blocks + 1) // 2 if cols is None else row_blocks * col_blocks
+
+
 def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> int:
     """Bytes of the live pairs that the forward pass of ``pair`` keeps for the backward pass (csrc/cpu/pair.cpp)."""
     epsilon, pool_size = rest[3], rest[4]
@@ -45,11 +54,8 @@ def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> in
         return 0
     n_rows = rows.shape[0]
     n_cols = n_rows if cols is None else cols.shape[0] // pool_size
-    block = block_size(n_rows if cols is None or n_rows > n_cols else n_cols)
-    row_blocks, col_blocks = -(-n_rows // block), -(-n_cols // max(1, block // pool_size))
-    tiles = row_blocks * (row_blocks + 1) // 2 if cols is None else row_blocks * col_blocks
     entry = 16 if rows.dtype == torch.float64 else 8
-    return 16 * tiles + 32 * (n_rows + n_cols) * entry
+    return 16 * tile_count(rows, cols, pool_size) + 32 * (n_rows + n_cols) * entry
 
 
 def most_positives(row_labels: Tensor, col_labels: Tensor | None) -> int:
@@ -80,6 +86,7 @@ if missing:
 KERNELS: dict[str, Kernel] = {
     **{name: getattr(torch.ops.pydml_cpu, name).default for name in ENGINES},
     "pair_saved": pair_saved,
+    "histogram_saved": tile_count,
     "triplet": _modest_classes("triplet", 2),
     "triplet_backward": _modest_classes("triplet_backward", 3),
     "rank": _modest_classes("rank", 2),

@@ -8,6 +8,7 @@ The backward ops take the output gradients, what the forward left behind, and th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,12 +25,20 @@ def compute_dtype(z: Tensor) -> torch.dtype:
     return torch.float64 if z.dtype == torch.float64 else torch.float32
 
 
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Our dtypes are our own choice: no operation inside becomes one of lower precision."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """Define ``pydml::name``; the op's last argument is the backend, the kernel gets all the others."""
     torch.library.define(f"pydml::{name}", f"({arguments}, str backend) -> {returns}")
 
     def run(*arguments: Any) -> Any:
-        return kernel(arguments[-1], name)(*arguments[:-1])
+        with no_autocast(arguments[0].device):  # a backward may run inside a user's autocast
+            return kernel(arguments[-1], name)(*arguments[:-1])
 
     torch.library.impl(f"pydml::{name}", "default", run)
     torch.library.register_fake(f"pydml::{name}", fake)
@@ -39,7 +48,8 @@ def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -
 
 def _no_double_backward(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError(
-        "pydml: double backward is not supported by the fused ops; use backend='dense' for second derivatives"
+        "pydml: double backward is not supported by the fused ops; use backend='dense' for second derivatives of "
+        "losses on cosines (PyTorch has none of its distances)"
     )
 
 
@@ -58,8 +68,8 @@ def _differentiable(
         rows, cols = args[grads + kept : grads + kept + 2]
         want_rows, want_cols = args[-3:-1]
         return (
-            torch.empty_like(rows, memory_format=torch.contiguous_format) if want_rows else rows.new_empty(0),
-            torch.empty_like(cols, memory_format=torch.contiguous_format) if want_cols else rows.new_empty(0),
+            torch.empty_like(rows) if want_rows else rows.new_empty(0),
+            torch.empty_like(cols) if want_cols else rows.new_empty(0),
         )
 
     back = _define(
@@ -129,19 +139,20 @@ dots = _differentiable(
 )
 
 
-def _fake_histogram(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, nodes: int, *_: Any) -> Any:
+def _fake_histogram(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, nodes: int, *rest: Any) -> Any:
     counts = rows.new_empty((rows.shape[0], nodes), dtype=compute_dtype(rows))
-    return counts, torch.empty_like(counts)
+    tiles = kernel(rest[-1], "histogram_saved")(rows, cols)
+    return counts, torch.empty_like(counts), rows.new_empty((tiles, 2), dtype=compute_dtype(rows))
 
 
-#: Soft counts [R, nodes] of u for positives and for negatives.
+#: Soft counts [R, nodes] of u for positives and for negatives, and the range of u in tiles that the backend keeps.
 histogram = _differentiable(
     "histogram",
     f"{_MATRIX}, int nodes, float low, float high, str view, bool normalize",
-    "(Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor)",
     _fake_histogram,
     grads=2,
-    kept=0,
+    kept=3,
 )
 
 

@@ -4,20 +4,24 @@
 namespace pydml {
 namespace {
 
-// Visit every pair of the matrix with f(tile, side): positives inside classes, negatives everywhere else.
-template <class R, class F>
-void for_pairs(const Matrix<R>& m, std::vector<Workspace<R>>& work, const F& f) {
-  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
-    Workspace<R>& w = work[worker];
-    m.tile(i0, ni, j0, nj, w);
-    m.negatives(i0, ni, j0, nj, w);
-    f(i0, ni, j0, nj, Side::negatives, w);
-  });
+// Visit every pair of the matrix with f(tile, side): positives inside classes, negatives everywhere else, but for tiles
+// of which skip(i0, ni, j0, nj, tile number) says that nothing is to be done.
+template <class R, class F, class G>
+void for_pairs(const Matrix<R>& m, std::vector<Workspace<R>>& work, const F& f, const G& skip) {
+  m.for_tiles(
+      [&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker, int64_t number, int64_t) {
+        if (skip(i0, ni, j0, nj, number)) return;
+        Workspace<R>& w = work[worker];
+        m.tile(i0, ni, j0, nj, w);
+        m.negatives(i0, ni, j0, nj, w);
+        f(i0, ni, j0, nj, Side::negatives, w, number);
+      },
+      [](int64_t, int64_t) {});
   m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
     Workspace<R>& w = work[worker];
     m.tile(i0, ni, j0, nj, w);
     m.positives(i0, ni, j0, nj, w);
-    f(i0, ni, j0, nj, Side::positives, w);
+    f(i0, ni, j0, nj, Side::positives, w, -1);
   });
 }
 
@@ -32,19 +36,28 @@ Histogram<R> describe(const Matrix<R>& m, int ni, int nj, int64_t nodes, double 
 }
 
 template <class R>
-std::tuple<Tensor, Tensor> forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
-                                   const OptionalTensor& col_labels, int64_t nodes, double low, double high, Text view,
-                                   bool normalize) {
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                           const OptionalTensor& col_labels, int64_t nodes, double low, double high,
+                                           Text view, bool normalize) {
   const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
   auto work = m.workspaces();
+  const Tensor ranges = at::zeros({m.n_tiles(), 2}, rows.options().dtype(type_of<R>()));
+  R* range = ranges.template data_ptr<R>();
   std::vector<R> counts[2] = {std::vector<R>(m.n_rows * nodes), std::vector<R>(m.n_rows * nodes)};
-  for_pairs(m, work, [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w) {
-    Histogram<R> h = describe(m, ni, nj, nodes, low, high, w);
-    std::vector<R>& c = counts[side == Side::negatives];
-    h.counts_i = c.data() + i0 * nodes;
-    if (m.symmetric) h.counts_j = c.data() + j0 * nodes;
-    m.k.histogram_forward(h);
-  });
+  for_pairs(
+      m, work,
+      [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w, int64_t number) {
+        Histogram<R> h = describe(m, ni, nj, nodes, low, high, w);
+        std::vector<R>& c = counts[side == Side::negatives];
+        h.counts_i = c.data() + i0 * nodes;
+        if (m.symmetric) h.counts_j = c.data() + j0 * nodes;
+        m.k.histogram_forward(h);
+        if (number >= 0) {  // of all pairs of the tile, the skipped ones too: a range that is too wide does no harm
+          const auto [least, most] = std::minmax_element(w.u.begin(), w.u.begin() + int64_t(ni) * nj);
+          range[2 * number] = *least, range[2 * number + 1] = *most;
+        }
+      },
+      [](int64_t, int, int64_t, int, int64_t) { return false; });
   Tensor out[2];
   for (int side = 0; side < 2; ++side) {
     out[side] = at::empty({m.n_rows, nodes}, rows.options().dtype(type_of<R>()));
@@ -53,12 +66,12 @@ std::tuple<Tensor, Tensor> forward(const Tensor& rows, const OptionalTensor& col
       std::copy_n(counts[side].data() + i * nodes, nodes, to + m.row.place(i) * nodes);
     if (!m.finite) out[side].fill_(std::numeric_limits<double>::quiet_NaN());
   }
-  return {out[0], out[1]};
+  return {out[0], out[1], ranges};
 }
 
 template <class R>
-std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& grad_negatives, const Tensor& rows,
-                                    const OptionalTensor& cols, const Tensor& row_labels,
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& grad_negatives, const Tensor& ranges,
+                                    const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                     const OptionalTensor& col_labels, int64_t nodes, double low, double high, Text view,
                                     bool normalize, bool want_rows, bool want_cols) {
   Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
@@ -78,34 +91,58 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& 
         some[side] |= slope != 0;
       }
   }
-  for_pairs(m, work, [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w) {
-    const int s = side == Side::negatives;
-    if (!some[s]) return;
-    m.keep(ni, nj, w);
-    Histogram<R> h = describe(m, ni, nj, nodes, low, high, w);
-    h.slopes_i = slopes[s].data() + i0 * (nodes - 1);
-    if (m.symmetric) h.slopes_j = slopes[s].data() + j0 * (nodes - 1);
-    m.k.histogram_backward(h);
-    m.add_weights_sparsely(i0, ni, j0, nj, w);
-  });
+  // How many slopes of a row's negatives up to each node are not 0. FastAP's table is flat beyond the last positive,
+  // and the histogram loss' where no positive is: tiles that lie there entirely are not computed again.
+  std::vector<int> steep(m.n_rows * nodes, 0);
+  for (int64_t i = 0; i < m.n_rows; ++i)
+    for (int64_t l = 0; l + 1 < nodes; ++l)
+      steep[i * nodes + l + 1] = steep[i * nodes + l] + (slopes[1][i * (nodes - 1) + l] != 0);
+  const R* range = ranges.template const_data_ptr<R>();
+  auto node_of = [&](R u) {
+    const R at = (u - R(low)) * R(double(nodes - 1) / (high - low));
+    return int64_t(std::clamp<R>(at, 0, R(nodes - 2)));
+  };
+  auto flat = [&](int64_t i0, int ni, int64_t j0, int nj, int64_t number) {
+    const int64_t first = node_of(range[2 * number]), last = node_of(range[2 * number + 1]) + 1;
+    auto rows_flat = [&](int64_t begin, int n) {
+      for (int64_t i = begin; i < begin + n; ++i)
+        if (steep[i * nodes + last] != steep[i * nodes + first]) return false;
+      return true;
+    };
+    return rows_flat(i0, ni) && (!m.symmetric || rows_flat(j0, nj));
+  };
+  for_pairs(
+      m, work,
+      [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w, int64_t) {
+        const int s = side == Side::negatives;
+        if (!some[s]) return;
+        m.keep(ni, nj, w);
+        Histogram<R> h = describe(m, ni, nj, nodes, low, high, w);
+        h.slopes_i = slopes[s].data() + i0 * (nodes - 1);
+        if (m.symmetric) h.slopes_j = slopes[s].data() + j0 * (nodes - 1);
+        m.k.histogram_backward(h);
+        m.add_weights_sparsely(i0, ni, j0, nj, w);
+      },
+      flat);
   return m.gradients();
 }
 
-std::tuple<Tensor, Tensor> histogram(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
-                                     const OptionalTensor& col_labels, int64_t nodes, double low, double high,
-                                     Text view, bool normalize) {
+std::tuple<Tensor, Tensor, Tensor> histogram(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                             const OptionalTensor& col_labels, int64_t nodes, double low, double high,
+                                             Text view, bool normalize) {
   return with_type(rows, [&](auto r) {
     return forward<decltype(r)>(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize);
   });
 }
 
-std::tuple<Tensor, Tensor> histogram_backward(const Tensor& grad_positives, const Tensor& grad_negatives,
-                                              const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+std::tuple<Tensor, Tensor> histogram_backward(const Tensor& grad_positives, const Tensor& grad_negatives, const Tensor&,
+                                              const Tensor&, const Tensor& ranges, const Tensor& rows,
+                                              const OptionalTensor& cols, const Tensor& row_labels,
                                               const OptionalTensor& col_labels, int64_t nodes, double low, double high,
                                               Text view, bool normalize, bool want_rows, bool want_cols) {
   return with_type(rows, [&](auto r) {
-    return backward<decltype(r)>(grad_positives, grad_negatives, rows, cols, row_labels, col_labels, nodes, low, high,
-                                 view, normalize, want_rows, want_cols);
+    return backward<decltype(r)>(grad_positives, grad_negatives, ranges, rows, cols, row_labels, col_labels, nodes, low,
+                                 high, view, normalize, want_rows, want_cols);
   });
 }
 
@@ -115,9 +152,11 @@ TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
   m.def(
       "histogram(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, int nodes, float low, float high, "
       "str "
-      "view, bool normalize) -> (Tensor, Tensor)");
+      "view, bool normalize) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "histogram_backward(Tensor grad_positives, Tensor grad_negatives, Tensor rows, Tensor? cols, Tensor row_labels, "
+      "histogram_backward(Tensor grad_positives, Tensor grad_negatives, Tensor positives, Tensor negatives, Tensor "
+      "ranges, "
+      "Tensor rows, Tensor? cols, Tensor row_labels, "
       "Tensor? col_labels, int nodes, float low, float high, str view, bool normalize, bool want_rows, bool want_cols) "
       "-> (Tensor, Tensor)");
 }

@@ -187,10 +187,16 @@ Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit
       }
     });
   }
-  finite = std::all_of(norm.begin(), norm.end(), [](R v) { return std::isfinite(v); });
+  finite = true;
   size.resize(n);
-  for (int64_t i = 0; i < n; ++i)
-    size[i] = normalize ? (norm[i] > R(kTiny) ? R(1) : norm[i] / R(kTiny) * (norm[i] / R(kTiny))) : norm[i] * norm[i];
+  for (int64_t i = 0; i < n; ++i) {
+    if (!std::isfinite(norm[i])) {  // a bad number, or good ones whose squares overflow: such a row is a zero row
+      const R* v = from + place(i) * s0;
+      for (int64_t c = 0; c < d; ++c) finite = finite && std::isfinite(v[c * s1]);
+    }
+    const R length = normalize ? norm[i] / std::max(norm[i], R(kTiny)) : norm[i];
+    size[i] = normalize && !std::isfinite(norm[i]) ? R(0) : length * length;
+  }
 }
 
 template <class R>

@@ -118,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
   std::vector<std::vector<R>> top(K, std::vector<R>(n, -inf));
   std::vector<std::vector<double>> sum(K, std::vector<double>(n, 0.0));
   const bool listing = e.mined || sparse_of(e.policy);
-  const Tensor saved = at::empty({listing ? saved_bytes(m.n_tiles(), n, m.n_cols, m.symmetric, sizeof(Live<R>)) : 0},
+  const Tensor saved = at::zeros({listing ? saved_bytes(m.n_tiles(), n, m.n_cols, m.symmetric, sizeof(Live<R>)) : 0},
                                  rows.options().dtype(at::kByte));
   LiveList<R> list(saved, listing ? m.n_tiles() : 0);
 

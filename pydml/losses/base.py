@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pydml import checks
 from pydml.backends import resolve
 from pydml.losses.batch import Batch, Dense
+from pydml.ops import no_autocast
 
 try:  # so that PML's own wrappers (CrossBatchMemory, DistributedLossWrapper) accept our losses
     from pytorch_metric_learning.losses import BaseMetricLossFunction as _Base
@@ -150,7 +151,7 @@ class MetricLoss(_Base):  # type: ignore[misc]
         batch.backend = resolve(backend, embeddings.device)
         if 0 in batch.size:
             return self.reduce(batch.embeddings.to(batch.dtype).sum(1) * 0)
-        with torch.autocast(embeddings.device.type, enabled=False):
+        with no_autocast(embeddings.device):
             loss = batch.nan(self.dense(Dense(batch))) if batch.backend == "dense" else self.fused(batch)
             if self.embedding_regularizer is not None:
                 loss = loss + self.embedding_reg_weight * self.embedding_regularizer(embeddings)
@@ -177,6 +178,8 @@ class MetricLoss(_Base):  # type: ignore[misc]
             raise ValueError("labels: got None, wanted a tensor of integers (or an indices_tuple)")
         y = None if labels is None else checks.labels("labels", labels, z)
         ref_y = y
+        if symmetric and ref_labels is not None:
+            checks.labels_again("ref_labels", ref_labels, z, y)
         if not symmetric:
             if ref_labels is None and labels is not None:
                 raise ValueError("ref_labels: got None beside ref_emb, wanted the labels of ref_emb")

@@ -61,12 +61,16 @@ class ContrastiveLoss(MetricLoss):
         return total.sum() / number.sum().clamp_min(1)
 
     def fused(self, batch: Batch) -> Tensor:
+        if self.reduction == "anchor":  # PML's reducer counts a pair that occurs twice once
+            batch.unique_pairs()
         margins = [self.oriented(self.pos_margin), self.oriented(self.neg_margin)]
         positive, above_pos, negative, above_neg = batch.stats("hinge", margins).unbind(1)
         n_pos, n_neg = batch.counts
         return self._average(positive, above_pos, n_pos) + self._average(negative, above_neg, n_neg)
 
     def dense(self, batch: Dense) -> Tensor:
+        if self.reduction == "anchor":
+            batch.batch.unique_pairs()
         hinges = (
             (relu(self.oriented(self.pos_margin) - batch.u), batch.pos),
             (relu(batch.u - self.oriented(self.neg_margin)), batch.neg),

@@ -80,6 +80,8 @@ class DROTopKLoss(_DROLoss):
         rows, cols = batch.size
         total = rows * cols if batch.ref is not None else rows * (rows - 1) // 2
         k = min(self.k // 2 if self.balanced else self.k, total)
+        if not k:
+            return batch.zero()
         params = [float(p) for p in params]
         chosen = [
             ops.topk(*batch.matrix(), policy, params, k, side, batch.view, batch.normalize, batch.backend)
@@ -169,7 +171,8 @@ class DROKLGroupedLoss(_DROLoss):
     def fused(self, batch: Batch) -> Tensor:
         stats = batch.stats(*self.policy(self.gamma_pos, self.gamma_neg))
         number = torch.stack(batch.counts, 1)
-        positive, negative = torch.where(number > 0, stats - number.clamp_min(1).to(stats.dtype).log(), 0).unbind(1)
+        counted = (number > 0) | stats.isnan()
+        positive, negative = torch.where(counted, stats - number.clamp_min(1).to(stats.dtype).log(), 0).unbind(1)
         return self.reduce(self.gamma_pos * positive + self.gamma_neg * negative)
 
     def dense(self, batch: Dense) -> Tensor:

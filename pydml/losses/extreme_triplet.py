@@ -43,7 +43,7 @@ class ExtremeTripletLoss(MetricLoss):
         super().__init__(**common)
         self.positive = checks.choice("positive", positive, ("easy", "hard"))
         self.negative = checks.choice("negative", negative, ("hard", "semihard", "easy"))
-        self.order = checks.choice("order", order, (1, 2))
+        self.order = checks.choice("order", checks.integer("order", order, least=1), (1, 2))
         self.temperature = checks.number("temperature", temperature, above=0)
 
     def _loss(self, s_ap: Tensor, s_an: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class FastAPLoss(MetricLoss):
         self.num_bins = checks.integer("num_bins", num_bins, least=1)
 
     def fused(self, batch: Batch) -> Tensor:
-        positives, negatives = ops.histogram(
+        positives, negatives, _ = ops.histogram(
             *batch.matrix(), self.num_bins + 1, -4.0, 0.0, batch.view, True, batch.backend
         )
         # u = -D² rises where D² falls: nodes come in the order of decreasing distance
@@ -41,7 +41,8 @@ class FastAPLoss(MetricLoss):
         number = batch.positives()
         values = 1 - terms.sum(1) / number.clamp_min(1)
         weights = batch.weights()
-        return self.reduce(values if weights is None else values * weights, number > 0)
+        counted = (number > 0) | values.isnan()
+        return self.reduce(values if weights is None else values * weights, counted)
 
     def dense(self, batch: Dense) -> Tensor:
         nodes = torch.linspace(0, 4, self.num_bins + 1, dtype=batch.z.dtype, device=batch.z.device)

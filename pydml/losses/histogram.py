@@ -71,7 +71,7 @@ class HistogramLoss(MetricLoss):
         lone = batch.counts[0] == 0
         # lone items all get one label of their own: their pairs with each other are then no negatives
         classes = torch.where(lone, len(labels), torch.searchsorted(labels.sort().values, labels))
-        positives, negatives = ops.histogram(
+        positives, negatives, _ = ops.histogram(
             batch.embeddings, None, classes, None, self.n_bins + 1, -1.0, 1.0, batch.view, True, batch.backend
         )
         return self._overlap(torch.where(lone[:, None], 0, positives).sum(0) / 2, negatives.sum(0) / 2)

@@ -28,7 +28,7 @@ class NPairsLoss(MetricLoss):
         super().__init__(**common)
 
     def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Anchor, positive and «this is a pair» [B//2] (or of the tuple): padded, so of static shape."""
+        """Anchor, positive and «this is a pair» [B//2] (of a tuple: up to B): padded, so of static shape."""
         labels = batch.known_labels()
         if batch.pairs is not None:
             a, p, _, _ = batch.pairs
@@ -36,7 +36,8 @@ class NPairsLoss(MetricLoss):
             classes = labels[a][order]
             first = torch.ones_like(classes, dtype=torch.bool)
             first[1:] = classes[1:] != classes[:-1]
-            return a[order], p[order], first
+            at = torch.argsort(~first, stable=True)[: len(labels)]  # there are no more classes than items
+            return a[order][at], p[order][at], first[at]
         order = torch.argsort(labels, stable=True)
         classes = labels[order]
         starts = torch.ones_like(classes, dtype=torch.bool)

@@ -1,7 +1,7 @@
 """The ``tiled`` backend: every engine in plain PyTorch, in row chunks, with our own backward."""
 
 from pydml.tiled.dots import dots, dots_backward
-from pydml.tiled.histogram import histogram, histogram_backward
+from pydml.tiled.histogram import histogram, histogram_backward, histogram_saved
 from pydml.tiled.pair import pair, pair_backward, pair_saved
 from pydml.tiled.rank import rank
 from pydml.tiled.select import extremes, mined, sample, topk
@@ -17,6 +17,7 @@ KERNELS = {
         dots_backward,
         histogram,
         histogram_backward,
+        histogram_saved,
         triplet,
         triplet_backward,
         extremes,

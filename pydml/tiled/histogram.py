@@ -25,8 +25,8 @@ def histogram(
     high: float,
     view: str,
     normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    """Soft counts [R, nodes] of positives and of negatives."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Soft counts [R, nodes] of positives and of negatives, and nothing to remember of the tiles."""
     m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
     counts = m.row.x.new_zeros(2, len(rows), nodes)
     for tile in m.tiles():
@@ -37,12 +37,20 @@ def histogram(
             part.scatter_add_(1, left + 1, torch.where(member, share, 0))
             h[tile.rows] = part
     positives, negatives = m.poison(*counts.unbind())
-    return positives, negatives
+    return positives, negatives, positives.new_empty(0, 2)
+
+
+def histogram_saved(*_: object) -> int:
+    """Tiles whose range of u the forward pass keeps: none, all are computed again."""
+    return 0
 
 
 def histogram_backward(
     grad_positives: Tensor,
     grad_negatives: Tensor,
+    positives: Tensor,
+    negatives: Tensor,
+    saved: Tensor,
     rows: Tensor,
     cols: Tensor | None,
     row_labels: Tensor,

@@ -32,11 +32,11 @@ class Side:
     """One set of embeddings ``z`` [n, d]: what the matrix is made of (``x``), and the gradient that comes back."""
 
     def __init__(self, z: Tensor, normalize: bool) -> None:
-        self.dtype, self.normalize = z.dtype, normalize
-        z = z.detach().to(compute_dtype(z))
+        self.given, self.normalize = z.detach(), normalize
+        z = self.given.to(compute_dtype(z))
         self.norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)  # [n, 1]
         self.x = z / self.norm.clamp_min(TINY) if normalize else z
-        self.finite = torch.isfinite(self.norm).all()
+        self.finite = torch.isfinite(z).all()
         self.grad: Tensor | None = None
 
     def start_gradient(self) -> None:
@@ -51,11 +51,11 @@ class Side:
         """dL/dz from dL/dx: the normalisation's own backward. Empty where it was not asked for."""
         g = self.grad
         if g is None:
-            return self.x.new_empty(0, dtype=self.dtype)
+            return self.given.new_empty(0)
         if self.normalize:
             radial = (g * self.x).sum(1, keepdim=True) * self.x
             g = torch.where(self.norm > TINY, g - radial, g) / self.norm.clamp_min(TINY)
-        return g.to(self.dtype)
+        return torch.empty_like(self.given).copy_(g)  # in the dtype and the layout of z
 
 
 @dataclass
