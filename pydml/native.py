@@ -35,7 +35,7 @@ MOST_POSITIVES = 64
 
 def block_size(n: int) -> int:
     """Edge of a tile; must agree with csrc/cpu/matrix.h."""
-    return 256 if n >= 2048 else 128 if n >= 512 else 64
+    return 256 if n >= 1024 else 128 if n >= 512 else 64
 
 
 def tile_count(rows: Tensor, cols: Tensor | None, pool_size: int = 1) -> int:
@@ -43,8 +43,10 @@ def tile_count(rows: Tensor, cols: Tensor | None, pool_size: int = 1) -> int:
     n_rows = rows.shape[0]
     n_cols = n_rows if cols is None else cols.shape[0] // pool_size
     block = block_size(n_rows if cols is None or n_rows > n_cols else n_cols)
-    row_blocks, col_blocks = -(-n_rows // block), -(-n_cols // max(1, block // pool_size))
-    return row_blocks * (row_blocks + 1) // 2 if cols is None else row_blocks * col_blocks
+    row_blocks = -(-n_rows // block)
+    if cols is None:
+        return row_blocks * (row_blocks + 1) // 2
+    return row_blocks * -(-n_cols // max(1, block // pool_size))
 
 
 def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> int:

@@ -36,11 +36,7 @@ def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -
     """Define ``pydml::name``; the op's last argument is the backend, the kernel gets all the others."""
     torch.library.define(f"pydml::{name}", f"({arguments}, str backend) -> {returns}")
 
-    def run(*arguments: Any) -> Any:
-        with no_autocast(arguments[0].device):  # a backward may run inside a user's autocast
-            return kernel(arguments[-1], name)(*arguments[:-1])
-
-    torch.library.impl(f"pydml::{name}", "default", run)
+    torch.library.impl(f"pydml::{name}", "default", _direct(name))
     torch.library.register_fake(f"pydml::{name}", fake)
     op: Callable[..., Any] = getattr(torch.ops.pydml, name).default
     return op
@@ -96,13 +92,51 @@ def _differentiable(
             for x, (shape, dtype, device) in zip(g, ctx.shapes, strict=False)
         ]
         want_rows, want_cols = ctx.needs_input_grad[0], inputs[1] is not None and ctx.needs_input_grad[1]
-        d_rows, d_cols = back(*given, *outputs, *inputs[:-1], want_rows, want_cols, inputs[-1])
+        run = back if torch.is_grad_enabled() or _traced(inputs[0]) else _direct(f"{name}_backward")
+        d_rows, d_cols = run(*given, *outputs, *inputs[:-1], want_rows, want_cols, inputs[-1])
         rest = [None] * (len(inputs) - 2)
         return (d_rows if want_rows else None, d_cols if want_cols else None, *rest)
 
     torch.library.register_autograd(f"pydml::{name}", backward, setup_context=setup_context)
     torch.library.register_autograd(f"pydml::{name}_backward", _no_double_backward)
-    return op
+
+    class Eager(torch.autograd.Function):
+        """The same op without the dispatcher's Python layers, which cost more than a small batch does."""
+
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = _direct(name)(*inputs)
+            setup_context(ctx, inputs, output)
+            outputs = output if isinstance(output, tuple) else (output,)
+            ctx.mark_non_differentiable(*outputs[grads:])
+            return output
+
+    Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+    def call(*arguments: Any) -> Any:
+        return op(*arguments) if _traced(arguments[0]) else Eager.apply(*arguments)  # type: ignore[no-untyped-call]
+
+    return call
+
+
+def _direct(name: str) -> Callable[..., Any]:
+    """The kernel itself, with the arguments of the op."""
+
+    def run(*arguments: Any) -> Any:
+        with no_autocast(arguments[0].device):  # a backward may run inside a user's autocast
+            return kernel(arguments[-1], name)(*arguments[:-1])
+
+    return run
+
+
+def _traced(z: Tensor) -> bool:
+    """Does anybody look on who needs to see the op: torch.compile, a fake or meta tensor, a dispatch mode?"""
+    return (
+        torch.compiler.is_compiling()
+        or z.device.type == "meta"
+        or type(z) not in (Tensor, torch.nn.Parameter)
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
 def _fake_pair(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ Histogram<R> describe(const Matrix<R>& m, int ni, int nj, int64_t nodes, double 
   Histogram<R> h{};
   h.t = bare_tile(m, ni, nj, w);
   h.nodes = int(nodes), h.low = R(low), h.inverse = R(double(nodes - 1) / (high - low));
-  w.left.resize(m.T);
+  w.left.resize(m.col_block);
   h.left = w.left.data(), h.share = w.scratch.data();
   return h;
 }

@@ -21,8 +21,10 @@ PYDML_HD T Min(T a, T b) {
 // The columns of row i that belong to the side: [0, skip0) and [skip1, nj).
 template <class R, class F>
 PYDML_HD void for_segments(const Tile<R>& t, int i, F f) {
-  if (t.skip0[i] > 0) f(0, t.skip0[i]);
-  if (t.skip1[i] < t.nj) f(t.skip1[i], t.nj);
+  for (int part = 0; part < 2; ++part) {  // one call, so that it is inlined and its loop vectorised
+    const int begin = part ? t.skip1[i] : 0, end = part ? t.nj : t.skip0[i];
+    if (begin < end) f(begin, end);
+  }
 }
 
 template <class P>
@@ -35,17 +37,19 @@ template <class P, class R, bool positive, bool mined, bool fields>
 struct Pair {
   const P p;
   const Tile<R>& t;
+  const R *rows_j, *cols_j, *cuts_j;  // copies of the tile's, which the compiler need not read again in every step
   R row_i, col_i, cut_i;
-  PYDML_HD Pair(const P& policy, const Tile<R>& tile) : p(policy), t(tile) {}
+  PYDML_HD Pair(const P& policy, const Tile<R>& tile)
+      : p(policy), t(tile), rows_j(tile.row_j), cols_j(tile.col_j), cuts_j(tile.cut_j) {}
   PYDML_HD void at_row(int i) {
     row_i = fields && t.row_i ? t.row_i[i] : R(0);
     col_i = fields && t.col_i ? t.col_i[i] : R(0);
     cut_i = mined ? t.cut_i[i] : R(0);
   }
-  PYDML_HD R row_j(int j) const { return fields && t.row_j ? t.row_j[j] : R(0); }
-  PYDML_HD R col_j(int j) const { return fields && t.col_j ? t.col_j[j] : R(0); }
+  PYDML_HD R row_j(int j) const { return fields && rows_j ? rows_j[j] : R(0); }
+  PYDML_HD R col_j(int j) const { return fields && cols_j ? cols_j[j] : R(0); }
   PYDML_HD bool in_row(R u) const { return !mined || (positive ? u < cut_i : u > cut_i); }
-  PYDML_HD bool in_col(R u, int j) const { return !mined || (positive ? u < t.cut_j[j] : u > t.cut_j[j]); }
+  PYDML_HD bool in_col(R u, int j) const { return !mined || (positive ? u < cuts_j[j] : u > cuts_j[j]); }
   template <int k>
   PYDML_HD R term_i(R u, int j) const {
     return p.template term<k>(u, row_i, col_j(j));
@@ -87,14 +91,17 @@ void forward_lse(const P& policy, Forward<R>& f) {
     const R* u = t.u + i * t.ld;
     pair.at_row(i);
     R m = -kInf<R>;
-    for_segments(t, i, [&](int begin, int end) {
+    const auto q = pair;
+    for_segments(t, i, [&, q](int begin, int end) {
 #pragma omp simd reduction(max : m)
       for (int j = begin; j < end; ++j) {
-        const R ti = pair.template term_i<k>(u[j], j);
-        m = Max(m, pair.in_row(u[j]) ? ti : -kInf<R>);
+        const R ti = q.template term_i<k>(u[j], j);
+        const R row_part = q.in_row(u[j]) ? ti : -kInf<R>;
+        m = Max(m, row_part);
         if (symmetric) {
-          const R tj = fields ? pair.template term_j<k>(u[j], j) : ti;
-          col_max[j] = Max(col_max[j], pair.in_col(u[j], j) ? tj : -kInf<R>);
+          const R tj = fields ? q.template term_j<k>(u[j], j) : ti;
+          const R col_part = q.in_col(u[j], j) ? tj : -kInf<R>;
+          col_max[j] = Max(col_max[j], col_part);
         }
       }
     });
@@ -114,13 +121,18 @@ void forward_lse(const P& policy, Forward<R>& f) {
     pair.at_row(i);
     const R own = row_max[i] > -kInf<R> ? row_max[i] : highest;
     R z = 0;
-    for_segments(t, i, [&](int begin, int end) {
+    const auto q = pair;
+    for_segments(t, i, [&, q](int begin, int end) {
       if (one_shift) {
 #pragma omp simd reduction(+ : z)
         for (int j = begin; j < end; ++j) {
-          const R e = Exp(pair.template term_i<k>(u[j], j) - highest);
-          z += pair.in_row(u[j]) ? e : R(0);
-          if (symmetric) col_sum[j] += pair.in_col(u[j], j) ? e : R(0);
+          const R e = Exp(q.template term_i<k>(u[j], j) - highest);
+          const R row_part = q.in_row(u[j]) ? e : R(0);
+          z += row_part;
+          if (symmetric) {
+            const R col_part = q.in_col(u[j], j) ? e : R(0);
+            col_sum[j] += col_part;
+          }
         }
       } else {
 #pragma omp simd reduction(+ : z)
@@ -170,15 +182,15 @@ void forward_sum(const P& policy, Forward<R>& f) {
 // Does the pair have a weight? Mined losses: is it mined in either row; sparse policies: is its slope not 0.
 template <bool symmetric, class P, class R, bool positive, bool mined, bool fields>
 PYDML_HD bool is_live(const Pair<P, R, positive, mined, fields>& pair, R u, int j) {
-  bool live = pair.in_row(u);
-  if (symmetric) live |= pair.in_col(u, j);
+  int live = pair.in_row(u) ? 1 : 0;
+  if (symmetric) live |= pair.in_col(u, j) ? 1 : 0;
   if (P::sparse) {
     constexpr int k = positive ? 0 : 2;
-    bool sloped = pair.template slope_i<k>(u, j) != 0;
-    if (symmetric) sloped |= pair.template slope_j<k>(u, j) != 0;
+    int sloped = pair.template slope_i<k>(u, j) != 0 ? 1 : 0;
+    if (symmetric) sloped |= pair.template slope_j<k>(u, j) != 0 ? 1 : 0;
     live &= sloped;
   }
-  return live;
+  return live != 0;
 }
 
 // Largest u of rows and columns, and whether any pair is live. Most tiles of a trained network stop here.
@@ -192,17 +204,19 @@ bool scan(const P& policy, Forward<R>& f) {
     pair.at_row(i);
     R top = -kInf<R>;
     int alive = 0;
-    for_segments(t, i, [&](int begin, int end) {
+    const auto q = pair;
+    R* const top_j = f.top_j;
+    for_segments(t, i, [&, q, top_j](int begin, int end) {
       if (f.top_i) {
 #pragma omp simd reduction(max : top) reduction(+ : alive)
         for (int j = begin; j < end; ++j) {
           top = Max(top, u[j]);
-          if (symmetric) f.top_j[j] = Max(f.top_j[j], u[j]);
-          alive += is_live<symmetric>(pair, u[j], j);
+          if (symmetric) top_j[j] = Max(top_j[j], u[j]);
+          alive += is_live<symmetric>(q, u[j], j) ? 1 : 0;
         }
       } else {
 #pragma omp simd reduction(+ : alive)
-        for (int j = begin; j < end; ++j) alive += is_live<symmetric>(pair, u[j], j);
+        for (int j = begin; j < end; ++j) alive += is_live<symmetric>(q, u[j], j) ? 1 : 0;
       }
     });
     if (f.top_i) f.top_i[i] = Max(f.top_i[i], top);

@@ -306,9 +306,9 @@ template <class R>
 std::vector<Workspace<R>> Matrix<R>::workspaces() const {
   std::vector<Workspace<R>> all(at::get_num_threads());
   for (auto& w : all) {
-    w.u.resize(T * T);
+    w.u.resize(T * col_block);
     if (pool > 1) w.raw.resize(T * col_block * pool);
-    w.scratch.resize(2 * T + 4 * T);
+    w.scratch.resize(2 * T + 4 * col_block);
     w.x.resize(d);
     w.y.resize(d);
     w.skip0.resize(T);

@@ -37,8 +37,9 @@ void parallel(int64_t tasks, const F& f) {
 // the order of additions is the same for any number of threads. Symmetric: a round-robin tournament over I <= J.
 std::vector<std::vector<Block>> rounds(int row_blocks, int col_blocks, bool symmetric);
 
-// Edge of a square tile. Also computed by pydml/native.py for the size of what the forward pass leaves behind.
-inline int64_t block_size(int64_t n) { return n >= 2048 ? 256 : n >= 512 ? 128 : 64; }
+// Edge of a square tile. Also
+// computed by pydml/native.py for the size of what the forward pass leaves behind.
+inline int64_t block_size(int64_t n) { return n >= 1024 ? 256 : n >= 512 ? 128 : 64; }
 
 // One set of embeddings, sorted by label: x = z/‖z‖ (or z). Where z is sorted already and large it is not copied, and
 // `scale` holds 1/‖z‖.

@@ -45,7 +45,7 @@ struct LiveList {
 };
 
 // A tile is cheaper as a list while fewer than 1 in 16 of its pairs are live.
-inline int tile_capacity(int64_t T) { return int(T * T / 16); }
+inline int tile_capacity(int64_t rows, int64_t cols) { return int(rows * cols / 16); }
 
 int64_t saved_bytes(int64_t n_tiles, int64_t rows, int64_t cols, bool symmetric, size_t entry) {
   return 16 * n_tiles + 32 * (rows + (symmetric ? rows : cols)) * int64_t(entry);
@@ -159,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
     hardest.assign(n, -inf);
   }
   if (e.has(Side::negatives) && m.n_cols) {
-    const int capacity = tile_capacity(m.T);
+    const int capacity = tile_capacity(m.T, m.col_block);
     const int64_t widest = std::max(m.row_blocks(), m.col_blocks());
     std::vector<Live<R>> found(listing ? widest * capacity : 0);
     std::vector<int> count(widest);
