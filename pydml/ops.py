@@ -36,7 +36,14 @@ def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -
     """Define ``pydml::name``; the op's last argument is the backend, the kernel gets all the others."""
     torch.library.define(f"pydml::{name}", f"({arguments}, str backend) -> {returns}")
 
-    torch.library.impl(f"pydml::{name}", "default", _direct(name))
+    run = _direct(name)
+
+    def contiguous(*arguments: Any) -> Any:
+        """Compilers may lay out arguments as they like, so the layout of what comes back must not hang on them."""
+        output = run(*arguments)
+        return tuple(t.contiguous() for t in output) if isinstance(output, tuple) else output.contiguous()
+
+    torch.library.impl(f"pydml::{name}", "default", contiguous)
     torch.library.register_fake(f"pydml::{name}", fake)
     op: Callable[..., Any] = getattr(torch.ops.pydml, name).default
     return op
@@ -64,8 +71,8 @@ def _differentiable(
         rows, cols = args[grads + kept : grads + kept + 2]
         want_rows, want_cols = args[-3:-1]
         return (
-            torch.empty_like(rows) if want_rows else rows.new_empty(0),
-            torch.empty_like(cols) if want_cols else rows.new_empty(0),
+            torch.empty_like(rows, memory_format=torch.contiguous_format) if want_rows else rows.new_empty(0),
+            torch.empty_like(cols, memory_format=torch.contiguous_format) if want_cols else rows.new_empty(0),
         )
 
     back = _define(
@@ -116,6 +123,7 @@ def _differentiable(
     def call(*arguments: Any) -> Any:
         return op(*arguments) if _traced(arguments[0]) else Eager.apply(*arguments)  # type: ignore[no-untyped-call]
 
+    call._schema = op._schema  # type: ignore[attr-defined]
     return call
 
 
