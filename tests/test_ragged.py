@@ -14,8 +14,8 @@ from pydml.tiled import sides
 
 DIM = 7
 COMPILED = [backend for backend in FUSED if backend != "tiled"]
-#: Around the edges of blocks of 64 and of 256 rows.
-SMALL, LARGE = (1, 2, 63, 64, 65), (255, 256, 257, 3 * 256 + 7)
+#: Around the edges of blocks, which have 64 rows, 128 from 512 rows on and 256 from 1024 on.
+SMALL, LARGE = (1, 2, 63, 64, 65), (257, 3 * 256 + 7, 1023, 1024, 1025, 5 * 256 + 7)
 
 
 def classes(rows: int) -> int:
