@@ -41,7 +41,8 @@ clean:  ## remove what was built, except .venv
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 # The tests run on a copy of the package beside the instrumented extension, so that the usual one stays as it is; -s,
-# because a sanitizer ends the process and its report would end with pytest's capture.
+# because a sanitizer ends the process and its report would end with pytest's capture. libstdc++ is loaded beside the
+# sanitizer, which else does not find what throws exceptions.
 sanitize: .venv/install.stamp  ## run the tests marked sanitize on an instrumented extension
 	@echo "sanitize: building with -fsanitize=$(SANITIZE)"
 	@rm -rf build/sanitize/lib
@@ -49,7 +50,8 @@ sanitize: .venv/install.stamp  ## run the tests marked sanitize on an instrument
 		--build-base build/sanitize --build-lib build/sanitize/lib
 	@cp -r tests pyproject.toml $(wildcard conftest.py) build/sanitize/lib
 	@cd build/sanitize/lib && PYDML_SANITIZE=$(SANITIZE) ASAN_OPTIONS=detect_leaks=0 \
-		LD_PRELOAD=$$($(CXX) -print-file-name=$(SANITIZER)) $(CURDIR)/$(PY) -m pytest -s -m sanitize tests
+		LD_PRELOAD="$$($(CXX) -print-file-name=$(SANITIZER)) $$($(CXX) -print-file-name=libstdc++.so)" \
+		$(CURDIR)/$(PY) -m pytest -s -m sanitize tests
 
 # torch comes first, by its pinned version, so that nothing else chooses one.
 .venv/tools.stamp: requirements/dev.txt requirements/constraints.txt
