@@ -46,7 +46,7 @@ def parts(result: Result) -> dict[str, Tensor]:
 @pytest.mark.parametrize("state", STATES)
 @over(CASES)
 def test_float32_is_at_most_twice_as_far_off_as_plain_pytorch(case: Case, state: str, backend: str) -> None:
-    """Plus 1e-5 of the largest entry. The truth is fp64 on the same numbers."""
+    """Plus 1e-6, or 1e-5 of the largest entry where that is less. The truth is fp64 on the same numbers."""
     z, labels = STATES[state]()
     z = z.float()
     loss_fn = case.build(CLASSES, DIM, torch.float32)
@@ -56,7 +56,8 @@ def test_float32_is_at_most_twice_as_far_off_as_plain_pytorch(case: Case, state:
         truth = {"loss": truth["loss"]}
     for name, exact in truth.items():
         error, plain_error = (float((t[name] - exact).abs().max()) for t in (got, plain))
-        assert error <= 2 * plain_error + 1e-5 * max(float(exact.abs().max()), 1e-2), name
+        largest = float(exact.abs().max())
+        assert error <= 2 * plain_error + min(1e-5 * max(largest, 1e-2), 1e-6 * max(largest, 1.0)), name
 
 
 # Ties: rows of four ±1 times a power of two have exact norms and products, and many of them are equal.
