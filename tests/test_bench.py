@@ -365,3 +365,14 @@ def test_the_command_without_a_source_tree_says_so(
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "site" / "pydml" / "cli.py"))
     assert cli.main(["bench", "--list"]) == 2
     assert "source tree" in capsys.readouterr().err
+
+
+def test_a_case_timed_twice_keeps_the_time_taken_with_its_peers(tmp_path: Path) -> None:
+    """The second time comes from a sweep of its own: set against the peers of the first it would be no ratio."""
+    table = harness.Table(tmp_path / "rows.csv")
+    one = {name: "" for name in harness.COLUMNS} | {"op": "ms", "peer": "pydml", "mode": "full"}
+    table.add(one | {"p50": 2.5})
+    table.add(one | {"p50": 1.5, "peak_mib": 7})
+    for read in (table, harness.Table(tmp_path / "rows.csv", keep=True)):
+        (row,) = read.rows.values()
+        assert (row["p50"], row["peak_mib"]) == ("2.5", "7")
