@@ -1,6 +1,10 @@
-"""Names that every docstring example may use."""
+"""What holds before pydml is imported, and names that every docstring example may use."""
 
+import os
 from typing import Any
+
+# Triton reads it as its kernels are defined: without a GPU they run in its interpreter.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -6,6 +6,7 @@ Every engine (:mod:`pydml.ops`) asks here for its kernel, so that adding a backe
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ class _Chosen(threading.local):
 
 
 _chosen = _Chosen()
+_deterministic = True
 _tables: dict[str, dict[str, Kernel]] = {}
 _reasons: dict[str, str] = {}
 
@@ -48,10 +50,20 @@ def _load(name: str) -> None:
             _tables[name] = importlib.import_module("pydml.tiled").KERNELS
         elif name == "cpu":
             _tables[name] = importlib.import_module("pydml.native").KERNELS
+        elif name == "triton":
+            importlib.import_module("triton")  # whose absence is the better reason
+            if not (torch.cuda.is_available() or interpreted()):
+                raise ImportError("no GPU is here (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly, for tests)")
+            _tables[name] = importlib.import_module("pydml.triton_kernels").KERNELS
         else:
-            _reasons[name] = "this version of pydml has no such kernels yet"
+            _tables[name] = importlib.import_module("pydml.cuda").kernels(emulated=name == "cuda-emulated")
     except (ImportError, OSError) as error:
         _reasons[name] = str(error)
+
+
+def interpreted() -> bool:
+    """Does Triton run its kernels on the CPU? It reads the variable when a kernel is defined, that is on import."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def backends() -> dict[str, str | None]:
@@ -95,14 +107,31 @@ def resolve(requested: str, device: torch.device) -> str:
         _check_name(name)
         if name in ("cpu", "cuda-emulated") and device.type != "cpu":
             raise RuntimeError(f"backend: {name!r} takes tensors on the CPU, got {device}")
-        if name in ("cuda", "triton") and device.type != "cuda":
+        if name in ("cuda", "triton") and device.type != "cuda" and not (name == "triton" and interpreted()):
             raise RuntimeError(f"backend: {name!r} takes tensors on a GPU, got {device}")
         return name
-    for name in ("cpu",) if device.type == "cpu" else ():
+    for name in {"cpu": ("cpu",), "cuda": ("triton", "cuda")}.get(device.type, ()):
         _load(name)
         if name in _tables:
             return name
     return "tiled"
+
+
+def set_deterministic(flag: bool) -> None:
+    """Must results have the same bits in every run? They do by default; ``False`` lets Triton's backward pass add in
+    any order, which halves its recomputation. For the whole process: a backward pass runs in threads of its own.
+
+    >>> pydml.set_deterministic(True)
+    """
+    global _deterministic
+    if not isinstance(flag, bool):
+        raise TypeError(f"flag: got {flag!r}, wanted True or False")
+    _deterministic = flag
+
+
+def deterministic() -> bool:
+    """What :func:`set_deterministic` said, unless PyTorch itself is told to be deterministic."""
+    return _deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def kernel(backend: str, engine: str) -> Kernel:

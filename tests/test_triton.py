@@ -1,0 +1,274 @@
+"""Every loss on the Triton kernels, run by the interpreter made honest: golden vectors, formats, tiles, memory."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import (
+    CASES,
+    DEFAULTS,
+    Case,
+    assert_close,
+    assert_same,
+    check_golden,
+    golden,
+    golden_names,
+    make_batch,
+    over,
+)
+from helpers import run as step
+
+import pydml
+
+WHY_NOT = pydml.backends()["triton"]
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"triton: {WHY_NOT}")
+
+if WHY_NOT is None:
+    import honest
+    import triton
+    import triton.language as tl
+
+    from pydml.triton_kernels import matrix
+
+    honest.install()
+
+
+@pytest.mark.parametrize("name", golden_names())
+def test_float32_is_the_golden_value_and_gradient(name: str) -> None:
+    case = golden(name)
+    check_golden(case, "triton", torch.float32, case.meta["rtol_float32"])
+
+
+# Formats: against dense fp64 on the very numbers that the kernels multiply.
+
+
+def batch(case: Case, regime: str, rows: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    z, labels = make_batch(regime, rows, dim, max(2, rows // 4), seed=len(case.id))
+    return z.to(dtype), labels
+
+
+def run_on(loss_fn: torch.nn.Module, z: torch.Tensor, labels: torch.Tensor, backend: str) -> tuple[torch.Tensor, ...]:
+    z = z.clone().requires_grad_()
+    loss = loss_fn(z, labels, backend=backend)
+    loss.backward()
+    assert z.grad is not None and z.grad.dtype == z.dtype
+    return loss.detach(), z.grad
+
+
+#: How far a loss or gradient may be off, relative to its largest entry. Rounding a cosine to 8 or 11 bits of mantissa
+#: is multiplied by the loss' sharpness (β = 50 in Multi-Similarity), as in plain PyTorch in that format.
+TOLERANCE = {"bf16": 0.25, "fp16": 0.03, "tf32": 0.03}
+
+
+@pytest.mark.parametrize("math", TOLERANCE)
+@over(DEFAULTS)
+def test_other_formats_are_near_fp64(case: Case, math: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}[math]
+    z, labels = batch(case, "random", 40, 24, dtype)
+    classes = int(labels.max()) + 1
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        loss_fn = case.build(classes, 24, dtype)
+        got = run_on(loss_fn, z, labels, "triton")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    want = run_on(case.build(classes, 24, torch.float64), z.double(), labels, "dense")
+    error = (got[0].double() - want[0]).abs().item()
+    assert error <= TOLERANCE[math] * max(want[0].abs().item(), 1e-2)
+    assert_close(got[1], want[1], 2 * TOLERANCE[math], "gradient", floor=1e-4)
+
+
+# Ragged tiles, with memory watched: no lane out of bounds, no two programs on one address.
+
+
+@pytest.mark.parametrize("rows", [1, 31, 33, 70])
+@over(CASES)
+def test_ragged_batches_are_dense(case: Case, rows: int) -> None:
+    z, labels = batch(case, "trained" if rows % 2 else "collapsed", rows, 19, torch.float32)
+    classes = max(2, int(labels.max()) + 1)
+    loss_fn = case.build(classes, 19, torch.float32)
+    with honest.watched():
+        got = step(loss_fn, z, labels, backend="triton")
+    want = step(case.build(classes, 19, torch.float64), z.double(), labels, backend="dense")
+    assert_same(got, want, 2e-4, floor=1e-2)
+
+
+@over(CASES, lambda case: case.takes_ref)
+def test_reference_sets_are_dense(case: Case) -> None:
+    z, labels = batch(case, "random", 35, 40, torch.float32)
+    ref, ref_labels = batch(case, "trained", 67, 40, torch.float32)
+    ref_labels = ref_labels % (int(labels.max()) + 1)
+    loss_fn = case.build(int(labels.max()) + 1, 40, torch.float32)
+    with honest.watched():
+        got = step(loss_fn, z, labels, ref_emb=ref, ref_labels=ref_labels, backend="triton")
+    want = step(case.build(int(labels.max()) + 1, 40, torch.float64), z.double(), labels, ref_emb=ref.double(),
+                ref_labels=ref_labels, backend="dense")  # fmt: skip
+    assert_same(got, want, 2e-4, floor=1e-2)
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    case = DEFAULTS[0]
+    z, labels = batch(case, "random", 70, 33, torch.float32)
+    first, second = (run_on(case.build(17, 33, torch.float32), z, labels, "triton") for _ in range(2))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("rows", [1, 33, 70])
+@over(CASES, lambda case: case.loss in ("ms", "binomial", "n_pairs", "proxy_anchor"))
+def test_half_the_tiles_in_any_order_give_the_same_gradient(case: Case, rows: int) -> None:
+    z, labels = batch(case, "trained", rows, 19, torch.float32)
+    loss_fn = case.build(int(labels.max()) + 1, 19, torch.float32)
+    want = step(loss_fn, z, labels, backend="triton")
+    pydml.set_deterministic(False)
+    try:
+        with honest.watched():
+            got = step(loss_fn, z, labels, backend="triton")
+    finally:
+        pydml.set_deterministic(True)
+    assert_same(got, want, 1e-5, floor=1e-2)
+
+
+# The checks themselves: each must fire on a bug of its kind.
+
+if WHY_NOT is None:
+
+    @triton.jit
+    def row_sums(X, OUT, n, MASKED: tl.constexpr, ATOMIC: tl.constexpr, BM: tl.constexpr):
+        """Sums of x by pairs of programs, or with the bug that a constant asks for."""
+        at = tl.program_id(0) * BM + tl.arange(0, BM)
+        x = tl.load(X + at, mask=(at < n) | (not MASKED), other=0.0)
+        if ATOMIC:
+            tl.atomic_add(OUT, tl.sum(x, 0))
+        else:
+            tl.store(OUT, tl.load(OUT) + tl.sum(x, 0))
+
+
+@pytest.mark.parametrize(
+    ("masked", "atomic", "programs", "fault"),
+    [(True, True, 2, None), (False, True, 2, "out of bounds"), (True, False, 2, "race"), (True, False, 1, None)],
+)
+def test_memory_is_watched(masked: bool, atomic: bool, programs: int, fault: str | None) -> None:
+    x, out = torch.ones(20 if programs == 2 else 16), torch.zeros(1)
+    with honest.watched():
+        if fault is None:
+            row_sums[(programs,)](x, out, len(x), masked, atomic, 16)
+            assert out.item() == len(x)
+        else:
+            with pytest.raises(Exception, match=fault):
+                row_sums[(programs,)](x, out, len(x), masked, atomic, 16)
+
+
+def test_a_dropped_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parity tests would notice a kernel that leaves out the last tile of columns."""
+    case = DEFAULTS[0]
+    z, labels = batch(case, "random", 70, 16, torch.float32)
+    want = run_on(case.build(17, 16, torch.float64), z.double(), labels, "dense")
+    original = matrix.launch
+
+    def short(
+        kernel: object, grid: tuple[int, ...], device: torch.device, *arguments: object, **constants: object
+    ) -> None:
+        names = kernel.arg_names  # type: ignore[attr-defined]
+        given = list(arguments)
+        given[names.index("n_cols")] -= 32  # type: ignore[operator]
+        original(kernel, grid, device, *given, **constants)
+
+    monkeypatch.setattr(importlib.import_module("pydml.triton_kernels.pair"), "launch", short)
+    got = run_on(case.build(17, 16, torch.float32), z, labels, "triton")
+    with pytest.raises(AssertionError):
+        assert_close(got[1], want[1], 2e-4, "gradient", floor=1e-2)
+
+
+if WHY_NOT is None:
+
+    @triton.jit
+    def products(A, B, OUT, PRECISION: tl.constexpr, N: tl.constexpr):
+        i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+        s = tl.dot(tl.load(A + i * N + j), tl.load(B + i * N + j), input_precision=PRECISION)
+        tl.store(OUT + i * N + j, s.to(OUT.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+def test_products_round_as_hardware_does(dtype: torch.dtype, out: torch.dtype) -> None:
+    a, b, s = torch.randn(16, 16).to(dtype), torch.randn(16, 16).to(dtype), torch.empty(16, 16, dtype=out)
+    products[(1,)](a, b, s, "ieee", 16)
+    assert_close(s.float(), a.double() @ b.double(), 1e-6 if out == torch.float32 else 2.0**-8)
+    if dtype == torch.float32:
+        products[(1,)](a, b, s, "tf32", 16)
+        rounded = [torch.from_numpy(honest.round_tf32(t.numpy())).double() for t in (a, b)]
+        assert_close(s.float(), rounded[0] @ rounded[1], 1e-6 if out == torch.float32 else 2.0**-8)
+        assert not np.array_equal(honest.round_tf32(a.numpy()), a.numpy())
+
+
+def test_without_triton_the_package_works_and_says_why() -> None:
+    """On a machine without it: blocked here by an import that fails."""
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, pydml\n"
+        "print(pydml.backends()['triton'])\n"
+        "pydml.losses.MultiSimilarityLoss()(torch.randn(8, 4), torch.arange(8) // 2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "triton" in done.stdout
+
+
+def test_compilers_see_the_launches() -> None:
+    """Without the interpreter, and without running anything: the traced graph holds Triton launches, not our op."""
+    program = (
+        "import importlib, torch, pydml\n"
+        "backends = importlib.import_module('pydml.backends')\n"
+        "backends._reasons.pop('triton', None)\n"
+        "backends._tables['triton'] = importlib.import_module('pydml.triton_kernels').KERNELS\n"
+        "from torch._dynamo.backends.common import aot_autograd\n"
+        "seen = []\n"
+        "def look(graph, _):\n"
+        "    seen.extend(str(n.target) for n in graph.graph.nodes)\n"
+        "    raise KeyboardInterrupt\n"
+        "def loss(z, y):\n"
+        "    params = [-2.0, 0.5, 50.0, 0.5]\n"
+        "    fields = (z, None, y, None, None, None, 'exponential', params, 'dot', True, 0.1, 1, 1.0, 'triton')\n"
+        "    return torch.ops.pydml.pair(*fields)[0].sum()\n"
+        "compiled = torch.compile(loss, backend=aot_autograd(fw_compiler=look), fullgraph=True)\n"
+        "try:\n"
+        "    compiled(torch.randn(40, 16), torch.arange(40) // 4)\n"
+        "except BaseException:\n"
+        "    pass\n"
+        "print(' '.join(seen))\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert "triton_kernel_wrapper_functional" in done.stdout, done.stderr[-2000:]
+    assert "pydml.pair" not in done.stdout
+
+
+def test_tuning_writes_a_table_that_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune, table = (importlib.import_module(f"pydml.triton_kernels.{name}") for name in ("tune", "table"))
+    monkeypatch.setattr(tune, "candidates", lambda entry, *_: iter((entry, replace(entry, cols=16))))
+    file = tmp_path / "tiles.json"
+    arguments = ["--device", "cpu", "--batch", "33", "--widths", "16", "--dtypes", "float32", "--repeats", "1"]
+    assert tune.main([str(file), *arguments]) == 0
+    entries = json.loads(file.read_text())
+    key = table.key("interpreter", "ieee", 16, True)
+    assert set(entries) == {key, table.key("interpreter", "ieee", 16, False)}
+    file.write_text(json.dumps({key: {**entries[key], "rows": 16}}))
+    monkeypatch.setenv("PYDML_TILES", str(file))
+    for cached in (table._tuned, table.tiles):
+        cached.cache_clear()
+    try:
+        assert table.tiles("interpreter", "ieee", 16, True).rows == 16
+    finally:
+        monkeypatch.delenv("PYDML_TILES")
+        for cached in (table._tuned, table.tiles):
+            cached.cache_clear()

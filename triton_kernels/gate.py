@@ -1,0 +1,306 @@
+"""Compile every kernel for GPUs that are not here, and look at what came out: ``python -m pydml.triton_kernels.gate``.
+
+What is compiled is what is launched: the ops run on small CPU tensors as if on each architecture, and their launches
+are written down instead of made. Each variant must compile without spills, fit the architecture's shared memory, and
+use its matrix instructions. Runs without ``TRITON_INTERPRET``, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pydml.backends import set_deterministic
+from pydml.triton_kernels import KERNELS, table
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+#: Distinct entries of the table: narrower rows have smaller steps and chunks, wider ones only more of them.
+WIDTHS = (64, 256)
+#: The instruction that multiplies matrices, in PTX or in AMD's assembly.
+INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+#: Constants that do not tell variants apart.
+EVERYWHERE = ("BM", "BN", "BD", "GD", "D", "K", "KP", "SPLITS", "PRECISION", "FLAG_ROWS", "FLAG_COLS", "CENTRES", "LSE",
+              "POSITIVE", "CONSTANT")  # fmt: skip
+#: Triton 3.7.1 fails on some kernels for sm_100 in some runs and not in others.
+ATTEMPTS = 4
+TYPES = {
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One launch: a kernel, the types of its arguments, its constants, and what it is compiled for."""
+
+    arch: str
+    math: str
+    width: int
+    module: str
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    aligned: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the compiler made of a variant."""
+
+    arch: str
+    math: str
+    width: int
+    name: str
+    what: str  # the constants that tell variants of a kernel apart
+    registers: int
+    spilled: int
+    shared: int
+    instruction: bool  # does it multiply matrices by the architecture's instruction?
+    multiplies: bool  # has it a matrix product that is worth one?
+    error: str = ""
+
+    def faults(self, spills: int = 0) -> list[str]:
+        """Why it does not pass, where so many bytes of spilled registers are let pass."""
+        limit = next(a.shared for a in table.ARCHITECTURES if a.name == self.arch)
+        found = [self.error] if self.error else []
+        if self.spilled > spills:
+            found.append(f"{self.spilled} bytes of spilled registers")
+        if self.shared > limit:
+            found.append(f"{self.shared} bytes of shared memory, {limit} are there")
+        if self.multiplies and self.math != "ieee" and not self.instruction:
+            found.append(f"no {INSTRUCTION[self.arch]}")
+        return found
+
+
+def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Ops with arguments: each engine, forward and backward, in the variants that differ in their code."""
+    n = len(z)
+    field = torch.zeros(n)
+    pair_losses: list[tuple[str, list[float], str, float | None]] = [
+        ("exponential", [-2.0, 0.5, 40.0, 0.5], "dot", 0.1),
+        ("hinge", [0.0, 0.5], "euclidean", None),
+        ("bin_lifted", [2.0, 40.0, 0.5], "dot", None),
+        ("exponential", [-2.0, 0.5, 40.0, 0.5], "squared", None),
+        ("binomial", [2.0, 40.0, 0.5], "cosine", 0.1),
+        ("mean", [], "dot", 0.1),
+        ("dro_margin", [0.1, 0.5, 1.0, 1.0], "dot", None),
+        ("lifted", [1.0], "euclidean", None),
+        ("arcface", [0.5, 64.0], "cosine", None),
+        ("dro_binomial", [2.0, 40.0, 0.5, 1.0, 1.0], "dot", None),
+    ]
+    for policy, params, view, epsilon in pair_losses if all_policies else pair_losses[:2]:
+        for other in (None, cols) if epsilon else (None,):
+            of_cols = None if other is None else labels
+            rest = (other, labels, of_cols, field, field, policy, params, view, True, epsilon, 1, 0.0)
+            stats, thresholds, flag = KERNELS["pair"](z, *rest)
+            yield "pair", (z, *rest)
+            grads = (torch.ones_like(stats), stats, thresholds, flag, z, *rest, True, other is not None)
+            yield "pair_backward", grads
+            if other is None and view == "dot":
+                set_deterministic(False)
+                yield "pair_backward", grads
+                set_deterministic(True)
+    centres, params = torch.cat((z, z)), [20.0, 0.0, 20.0, 0.0]
+    pooled = (centres, labels, labels, None, None, "exponential", params, "dot", True, None, 2, 10.0)
+    yield "pair", (z, *pooled)
+    stats = torch.zeros(n, 2)
+    yield "pair_backward", (stats, stats, stats, torch.empty(0, dtype=torch.uint8), z, *pooled, True, True)
+    for view in ("dot", "squared"):
+        matrix_of = (z, None, labels, None)
+        yield "histogram", (*matrix_of, 11, -1.0, 1.0, view, True)
+        counts = torch.zeros(n, 11)
+        kept = torch.zeros(0, 2)
+        nodes = (11, -1.0, 1.0, view, True)
+        yield "histogram_backward", (counts, counts, counts, counts, kept, *matrix_of, *nodes, True, False)
+    for mode, smooth, view in (("all", False, "euclidean"), ("all", True, "dot"), ("semihard", False, "euclidean")):
+        yield "triplet", (*matrix_of, mode, 0.2, False, smooth, view, True)
+        yield "triplet_backward", (field, *matrix_of, mode, 0.2, False, smooth, view, True, True, False)
+    for kinds in (("easy", "hard"), ("hard", "semihard"), ("semihard", "hard")):
+        yield "extremes", (*matrix_of, *kinds, "euclidean", True)
+    yield "topk", (*matrix_of, "dro_margin", [0.1, 0.5, 1.0, 1.0], 64, "all", "dot", True)
+    yield "mined", (*matrix_of, 0.1, "dot", True)
+    yield "sample", (*matrix_of, torch.arange(n), torch.zeros((), dtype=torch.int64), 0.5, 1.4)
+    yield "rank", (*matrix_of, True)
+    pairs = torch.arange(n), torch.arange(n).flip(0)
+    for view in ("dot", "euclidean"):
+        yield "dots", (z, None, *pairs, view, True)
+        yield "dots_backward", (torch.ones(n), z, None, *pairs, view, True, True, False)
+
+
+def variants(arch: str, math: str, width: int, all_policies: bool) -> list[Variant]:
+    """Every launch that the ops make on an architecture."""
+    found: dict[Variant, None] = {}
+    entry = next(a for a in table.ARCHITECTURES if a.name == arch)
+
+    def record(fn: Any, grid: Any, device: torch.device, *arguments: Any, **constants: Any) -> None:
+        warps, stages = constants.pop("num_warps", 4), constants.pop("num_stages", 2)
+        given = dict(zip(fn.arg_names, arguments, strict=False))
+        signature, aligned = [], []
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                signature.append((name, "*" + TYPES[value.dtype]))
+                aligned += [name] * (value.data_ptr() % 16 == 0)
+                if not value.dtype.is_floating_point:
+                    value.zero_()  # what nobody computed may be a size
+            elif isinstance(value, bool) or name in constants:
+                constants[name] = value
+            else:
+                kind = "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
+                signature.append((name, kind))
+                aligned += [name] * (kind != "fp32" and value % 16 == 0)
+        found[Variant(arch, math, width, fn.__module__, fn.__name__, tuple(signature), tuple(aligned),
+                      tuple(sorted(constants.items())), warps, stages)] = None  # fmt: skip
+
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest" if math == "ieee" else "high")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(math, torch.float32)
+    z, cols = torch.randn(2, 256, width).to(dtype).unbind()
+    modules = [m for name, m in sys.modules.items() if name.startswith("pydml.triton_kernels") and hasattr(m, "launch")]
+    try:
+        with mock.patch.object(table, "architecture", lambda device: entry):
+            patches = [mock.patch.object(module, "launch", record) for module in modules]
+            for patch in patches:
+                patch.start()
+            for name, arguments in calls(z, torch.arange(256) // 4, cols, all_policies):
+                KERNELS[name](*arguments)
+            for patch in patches:
+                patch.stop()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return list(found)
+
+
+def compile_variant(v: Variant) -> Outcome:
+    """Compile one variant, and read what it needs off the binary."""
+    fn = getattr(importlib.import_module(v.module), v.name)
+    names = list(fn.arg_names)
+    signature = dict.fromkeys(names, "constexpr") | dict(v.signature)
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in v.aligned}
+    constants = {name: value for name, value in v.constants if name in names}
+    nvidia = v.arch.startswith("sm_")
+    target = GPUTarget("cuda", int(v.arch[3:]), 32) if nvidia else GPUTarget("hip", v.arch, 64)
+    telling = {name: value for name, value in constants.items() if name not in EVERYWHERE}
+    what = " ".join(f"{name}={value}" for name, value in telling.items() if value)
+    base = dict(arch=v.arch, math=v.math, width=v.width, name=v.name, what=what)
+    source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attrs)
+    for attempt in range(ATTEMPTS):
+        try:
+            binary = triton.compile(source, target=target, options={"num_warps": v.warps, "num_stages": v.stages})
+            break
+        except Exception as error:  # the compiler raises what it likes; the gate reports it
+            reason = f"{type(error).__name__}: {str(error)[:200]}".replace("\n", " ")
+            if attempt == ATTEMPTS - 1:
+                nothing = dict(registers=0, spilled=0, shared=0, instruction=False, multiplies=False)
+                return Outcome(**base, **nothing, error=reason)
+    # Launches that take distances from differences have small tiles, for which the older instruction is right.
+    multiplies = "tt.dot" in binary.asm["ttir"] and not constants.get("EXACT", False)
+    assembly = binary.asm["ptx"] if nvidia else binary.asm["amdgcn"]
+    if nvidia:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary.asm["cubin"])
+            file.flush()
+            usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True,
+                                   text=True, check=True).stdout  # fmt: skip
+        registers, spilled = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
+    else:
+        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", assembly)[1])  # type: ignore[index]
+        spilled = int(re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)[1])  # type: ignore[index]
+    return Outcome(**base, registers=registers, spilled=spilled, shared=binary.metadata.shared,
+                   instruction=INSTRUCTION[v.arch] in assembly, multiplies=multiplies)  # fmt: skip
+
+
+def run(
+    archs: Sequence[str], maths: Sequence[str], widths: Sequence[int], only: str = "", jobs: int = 2
+) -> list[Outcome]:
+    """Compile all variants, two at a time: every kernel for every entry, every policy in bf16."""
+    entries = [(arch, math, width) for arch in archs for math in maths for width in widths
+               if not (arch == "gfx942" and math == "tf32")]  # fmt: skip
+    todo = [v for entry in entries for v in variants(*entry, all_policies=entry[1:] == ("bf16", WIDTHS[-1]))
+            if only in v.name]  # fmt: skip
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(compile_variant, todo, chunksize=4))
+
+
+def report(outcomes: Sequence[Outcome]) -> list[str]:
+    """A Markdown table: for each kernel and architecture the most registers and shared memory, over all variants."""
+    archs = [arch for arch in ARCHS if any(o.arch == arch for o in outcomes)]
+    lines = [f"| kernel | {' | '.join(archs)} |", "| --- " * (1 + len(archs)) + "|"]
+    for name in sorted({o.name for o in outcomes}):
+        cells = []
+        for arch in archs:
+            mine = [o for o in outcomes if o.name == name and o.arch == arch]
+            bad = sum(1 for o in mine if o.faults(spills=1 << 20))
+            spilled = [o.spilled for o in mine if o.spilled]
+            worst = f"{max(o.registers for o in mine)}, {max(o.shared for o in mine) / 1024:.0f} KiB" if mine else "-"
+            worst += f", {len(spilled)} of {len(mine)} spill up to {max(spilled)} B" if spilled else ""
+            cells.append(worst + (f", **{bad} of {len(mine)} fail**" if bad else ""))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return lines
+
+
+def publish(outcomes: Sequence[Outcome], page: Path) -> None:
+    """Write the table to the documents."""
+    begin, end = "<!-- begin gate -->", "<!-- end gate -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    what = (
+        f"Most registers a thread and shared memory a program of {len(outcomes)} variants, compiled with Triton "
+        f"{triton.__version__} for {', '.join(sorted({o.math for o in outcomes}))} and rows of "
+        f"{', '.join(str(w) for w in sorted({o.width for o in outcomes}))}; written by "
+        "`python -m pydml.triton_kernels.gate --publish`:"
+    )
+    page.write_text(f"{before}{begin}\n\n{what}\n\n" + "\n".join(report(outcomes)) + f"\n\n{end}"
+                    + rest.partition(end)[2], encoding="utf-8")  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pydml.triton_kernels.gate", description=__doc__.splitlines()[0])
+    parser.add_argument("--archs", nargs="+", default=ARCHS, choices=ARCHS)
+    parser.add_argument("--maths", nargs="+", default=table.MATHS, choices=table.MATHS)
+    parser.add_argument("--widths", nargs="+", default=WIDTHS, type=int)
+    parser.add_argument("--spills", type=int, default=0, help="bytes of spilled registers that are let pass")
+    parser.add_argument("--only", default="", help="only kernels whose name has this in it")
+    parser.add_argument("--json", help="write what was found to this file")
+    parser.add_argument("--publish", action="store_true", help="write the table to docs/gpu.md, in a clone")
+    options = parser.parse_args(argv)
+    outcomes = run(options.archs, options.maths, options.widths, options.only)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([asdict(o) for o in outcomes], file, indent=0)
+    if options.publish:
+        publish(outcomes, Path(__file__).resolve().parents[1] / "docs" / "gpu.md")
+    bad = [(o, o.faults(options.spills)) for o in outcomes if o.faults(options.spills)]
+    for o, faults in bad:
+        print(f"{o.arch} {o.math} d={o.width} {o.name} ({o.what}): {'; '.join(faults)}")
+    print(f"{len(outcomes)} variants compiled, {len(bad)} with faults")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,107 @@
+"""Tile sizes by architecture, arithmetic and width: our own table, no autotuning at run time.
+
+``python -m pydml.triton_kernels.tune`` measures alternatives on the GPU at hand and writes what it finds to a file that
+``PYDML_TILES`` names; :func:`tiles` looks there first.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one engine is cut and launched."""
+
+    rows: int  # BM: rows that a program owns
+    cols: int  # BN: columns of a tile
+    depth: int  # BD: step along d of S = X·Yᵀ
+    chunk: int  # GD: columns of the gradient that a program owns; S is recomputed once for each chunk
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What a table entry must fit in."""
+
+    name: str
+    capability: tuple[int, int]  # of CUDA; (0, 0) elsewhere
+    processors: int  # of its largest part: columns are split until there are twice as many programs
+    shared: int  # bytes a program may have
+
+
+ARCHITECTURES = (
+    Architecture("sm_80", (8, 0), 108, 166912),
+    Architecture("sm_86", (8, 6), 84, 101376),
+    Architecture("sm_90", (9, 0), 132, 232448),
+    Architecture("sm_100", (10, 0), 148, 232448),
+    Architecture("sm_120", (12, 0), 170, 101376),
+    Architecture("gfx942", (0, 0), 304, 65536),
+    Architecture("interpreter", (0, 0), 2, 1 << 30),
+)
+#: ieee: fp32 on ordinary cores; tf32, bf16, fp16: tensor cores.
+MATHS = ("ieee", "tf32", "bf16", "fp16")
+
+
+def _default(arch: str, math: str, width: int, backward: bool) -> Tiles:
+    """The table itself. Backward tiles are those of the largest gradient chunk that compiles without spills."""
+    if arch == "interpreter":
+        return Tiles(32, 32, min(width, 32), min(width, 64), 4, 1)
+    depth = min(width, 32 if math in ("ieee", "tf32") else 64)
+    small = arch in ("sm_86", "sm_120", "gfx942")
+    if not backward:
+        return Tiles(64, 64, depth, depth, 4, 2 if small or math == "ieee" else 3)
+    # Tiles of 32 columns: a thread holds several numbers of each of its columns, and more of them would spill.
+    if arch == "sm_100":
+        return Tiles(64, 32, depth, min(width, 128), 4, 2)
+    return Tiles(64, 32, depth, min(width, 128 if math == "ieee" or small else 256), 8, 2)
+
+
+@functools.cache
+def _tuned() -> dict[str, dict[str, int]]:
+    """What tuning has written: key -> fields of :class:`Tiles`."""
+    path = os.environ.get("PYDML_TILES")
+    if not path:
+        return {}
+    entries: dict[str, dict[str, int]] = json.loads(Path(path).read_text())
+    return entries
+
+
+def key(arch: str, math: str, width: int, backward: bool) -> str:
+    return f"{arch}/{math}/{width}/{'backward' if backward else 'forward'}"
+
+
+@functools.cache
+def tiles(arch: str, math: str, width: int, backward: bool) -> Tiles:
+    """The entry for one architecture, arithmetic, padded width and direction."""
+    entry = _default(arch, math, width, backward)
+    return Tiles(**{**asdict(entry), **_tuned().get(key(arch, math, width, backward), {})})
+
+
+def exact_tiles(width: int) -> Tiles:
+    """Of launches that take distances from differences: no matrix product, and rarely anything to do."""
+    return Tiles(32, 16, 16, min(width, 32), 4, 1)
+
+
+def padded(d: int) -> int:
+    """Width to which rows are padded: a power of two up to 256, then whole chunks of 256."""
+    return max(16, 1 << (d - 1).bit_length()) if d <= 256 else -(-d // 256) * 256
+
+
+@functools.cache
+def architecture(device: torch.device) -> Architecture:
+    """The table's architecture for a device: the newest one that is not newer."""
+    if device.type == "cpu":
+        return ARCHITECTURES[-1]
+    if torch.version.hip:
+        return next(a for a in ARCHITECTURES if a.name == "gfx942")
+    capability = torch.cuda.get_device_capability(device)
+    return max((a for a in ARCHITECTURES if (0, 0) < a.capability <= capability), key=lambda a: a.capability,
+               default=ARCHITECTURES[0])  # fmt: skip
