@@ -1,10 +1,13 @@
-"""The C++ extension and the package layout; everything that is plain data is in pyproject.toml.
+"""The C++ extension, the CUDA library and the package layout; everything that is plain data is in pyproject.toml.
 
-The extension is optional: where it cannot be built the install still succeeds, with a warning, and pydml runs on
-plain PyTorch. Environment variables:
+Both are optional: where one cannot be built the install still succeeds, with a warning, and pydml runs without it.
+Environment variables:
 
 PYDML_REQUIRE_EXT=1   fail where the extension cannot be built
-PYDML_NO_EXT=1        do not build it
+PYDML_NO_EXT=1        build neither
+PYDML_CUDA=auto       the CUDA library: 1 to build it or fail, 0 to leave it out, auto (the default) to build it where
+                      there are nvcc and a use for it: a torch that was built for CUDA, or an NVIDIA driver
+PYDML_CUDA_ARCHS=...  architectures to compile it for, such as "80;90"; see csrc/cuda/nvcc.py
 PYDML_SANITIZE=...    instrument it: ``address,undefined`` or ``thread``
 MAX_JOBS=2            files compiled at once
 """
@@ -15,9 +18,13 @@ import sysconfig
 from glob import glob
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "csrc" / "cuda"))
+import nvcc  # noqa: E402
+
+CUDA_LIBRARY = "pydml._cuda"
 FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-fno-trapping-math"]
 # Without it at::parallel_for, a template in torch's headers, silently runs on one thread.
 FLAGS += ["-fopenmp"]
@@ -46,17 +53,49 @@ def give_up(error):
     )
 
 
+def cuda_wanted(torch_cuda):
+    """Is the CUDA library to be built? Compiling it takes minutes, so ``auto`` does not do it for nothing."""
+    setting = os.environ.get("PYDML_CUDA") or "auto"
+    if setting not in ("0", "1", "auto"):
+        raise ValueError(f"PYDML_CUDA: got {setting!r}, wanted 0, 1 or auto")
+    if setting == "1" and nvcc.toolkit() is None:
+        raise RuntimeError("PYDML_CUDA=1, but there is no nvcc: install a CUDA toolkit, or requirements/cuda.txt")
+    useful = torch_cuda is not None or Path("/dev/nvidiactl").exists()
+    return setting == "1" or (setting == "auto" and useful and nvcc.toolkit() is not None)
+
+
 def extension():
     """Arguments for ``setup`` that build ``pydml._C``; none where it is not wanted or torch is not there."""
     if wanted("PYDML_NO_EXT"):
         return {}
     try:
+        import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
     except ImportError as error:
         give_up(error)
         return {}
 
     class OptionalBuild(BuildExtension):
+        def get_ext_filename(self, name):
+            # On torch's stable ABI and without Python's, so no version of either is in its name.
+            return "pydml/_cuda.so" if name.split(".")[-1] == "_cuda" else super().get_ext_filename(name)
+
+        def build_extension(self, ext):
+            if ext.name != CUDA_LIBRARY:
+                super().build_extension(ext)
+                return
+            output = Path(self.get_ext_fullpath(ext.name))
+            try:
+                nvcc.build_library(
+                    nvcc.toolkit(), output, ROOT / "build" / "cuda" / "nvcc", int(os.environ["MAX_JOBS"])
+                )
+            except RuntimeError as error:
+                if os.environ.get("PYDML_CUDA") == "1":
+                    raise
+                print(f"WARNING: pydml's CUDA library was not built: {error}", file=sys.stderr)
+                output.unlink(missing_ok=True)
+                self.extensions.remove(ext)
+
         def build_extensions(self):
             try:
                 super().build_extensions()
@@ -83,7 +122,11 @@ def extension():
         extra_compile_args=[*FLAGS, f"-ffile-prefix-map={ROOT}=.", *(f"-isystem{path}" for path in system_headers)],
         extra_link_args=LINK_FLAGS,
     )
-    return {"ext_modules": [ext], "cmdclass": {"build_ext": OptionalBuild}}
+    extensions = [ext]
+    if cuda_wanted(torch.version.cuda):
+        # No sources: torch's build would take .cu files for its own, and look for its own toolkit.
+        extensions.append(Extension(CUDA_LIBRARY, sources=[], depends=sorted(glob("csrc/cuda/*"))))
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": OptionalBuild}}
 
 
 setup(

@@ -91,7 +91,9 @@ PYDML_HD R Log1p(R y) {
   const R z = y / (R(2) + y), z2 = z * z;
   constexpr int terms = sizeof(R) == 4 ? 8 : 17;
   R p = R(1) / R(2 * terms + 1);
+#if !defined(__CUDACC__)
 #pragma GCC unroll 17
+#endif
   for (int k = terms - 1; k >= 0; --k) p = p * z2 + R(1) / R(2 * k + 1);
   return 2 * z * p;
 #endif
@@ -104,6 +106,21 @@ PYDML_HD R Abs(R x) {
 template <class R>
 PYDML_HD R Relu(R x) {
   return x > 0 ? x : R(0);
+}
+// cos and sin of an angle that is a parameter. On a GPU by way of half turns, whose reduction needs no local memory.
+PYDML_HD double Cos(double x) {
+#if defined(__CUDA_ARCH__)
+  return cospi(x * 0.31830988618379067154);
+#else
+  return __builtin_cos(x);
+#endif
+}
+PYDML_HD double Sin(double x) {
+#if defined(__CUDA_ARCH__)
+  return sinpi(x * 0.31830988618379067154);
+#else
+  return __builtin_sin(x);
+#endif
 }
 PYDML_HD float Sqrt(float x) { return __builtin_sqrtf(x); }
 PYDML_HD double Sqrt(double x) { return __builtin_sqrt(x); }

@@ -10,8 +10,8 @@ struct ArcFace {
   PYDML_LSE_BOTH;
   static constexpr bool sparse = false, mines = false, fields = false;
   R margin, scale;
-  PYDML_HD R cos_m() const { return R(__builtin_cos(double(margin))); }
-  PYDML_HD R sin_m() const { return R(__builtin_sin(double(margin))); }
+  PYDML_HD R cos_m() const { return R(Cos(double(margin))); }
+  PYDML_HD R sin_m() const { return R(Sin(double(margin))); }
   template <int k>
   PYDML_HD R term(R u, R, R) const {
     if (k == 1) return scale * u;

@@ -1,0 +1,171 @@
+// The launchers of csrc/cuda/*.cu: each starts its kernels on a stream and returns 0 or CUDA's error code; none waits.
+// Sorted order everywhere: item i of a side is what `prepare` left at its place.
+#pragma once
+#include "cuda/matrix.h"
+
+namespace pydml {
+
+// prepare.cu: z -> x, scale, size, norm of one side; `trouble` becomes 1 where an entry is not finite.
+struct PrepareArguments {
+  const void* z;  // [rows, d] by strides
+  int64_t row_stride, col_stride;
+  const int64_t* index;  // [places]
+  void* x;
+  float *scale, *size, *norm;
+  int* trouble;
+  int places, slabs, d, math;
+  bool normalize;
+};
+int launch_prepare(const PrepareArguments& a, void* stream);
+
+// prepare.cu: dL/dz from parts of dL/dx̂ [splits, places, d]; the parts are used up.
+struct FinishArguments {
+  float* parts;
+  void* grad;  // [rows, d] by strides, in the type of z
+  int64_t row_stride, col_stride;
+  int places, splits;
+  bool normalize;
+};
+int launch_finish(const Matrix& m, const FinishArguments& a, void* stream);
+
+// pair.cu
+struct PairArguments {
+  int policy;
+  float parameters[5];
+  const float *row_field, *col_field;  // [own.n], [other.n] or null
+  bool mines;
+  float epsilon;
+  float* thresholds;  // [own.n, 2], sorted
+  float* parts;       // [splits·2, own.n, 10]
+  float* stats;       // [own.n, slots], in the order of z
+};
+int launch_pair(const Matrix& m, const PairArguments& a, void* stream);
+
+struct PairSide {
+  const float *stats, *grad;           // [n, slots] of anchors
+  const float* thresholds;             // [n, 2]
+  const float *row_field, *col_field;  // [n] or null
+};
+struct PairBackwardArguments {
+  int policy;
+  float parameters[5];
+  bool own_anchors, other_anchors, mines;
+  PairSide own, other;
+  float* parts;  // [splits, places of own, d]
+};
+int launch_pair_backward(const Matrix& m, const PairBackwardArguments& a, void* stream);
+
+// histogram.cu
+struct HistogramArguments {
+  int nodes;
+  float low, density;  // the first node, and nodes in a unit of u
+  bool positives;      // whom to count
+  float* parts;        // [splits, own.n, nodes], zeros
+};
+int launch_histogram(const Matrix& m, const HistogramArguments& a, void* stream);
+
+struct HistogramBackwardArguments {
+  int nodes;
+  float low, density;
+  const float *own, *other;  // [2, n, nodes-1] slopes for positives and for negatives, or null
+  float* parts;              // [splits, places of own, d]
+};
+int launch_histogram_backward(const Matrix& m, const HistogramBackwardArguments& a, void* stream);
+
+// dots.cu: rows are not sorted here, place = row.
+struct DotsArguments {
+  const int64_t *i, *j;  // [n]
+  const float* grad;     // [n] dL/du, or null for the forward pass
+  float* u;              // [n] gets u, or what multiplies y_j (x_i-y_j where u is a distance)
+  int64_t n;
+};
+int launch_dots(const Matrix& m, const DotsArguments& a, void* stream);
+
+// parts [own.n, d] += what the pairs order[start[i]] … order[start[i+1]-1] send to row i.
+struct GatherArguments {
+  const int64_t *start, *order, *partner;  // [own.n+1], [n], [n] the row on the other side
+  const float* factor;                     // [n]
+  float* parts;
+};
+int launch_gather(const Matrix& m, const GatherArguments& a, void* stream);
+
+// select.cu. Pairs of arrays are for positives and for negatives.
+struct ExtremesArguments {
+  int sign[2];                 // 1: the largest u, -1: the smallest, 0: do not look
+  const float *above, *below;  // [own.n] or null: positives must be above, negatives below
+  float missing[2];            // u where there is none
+  float* values;               // [splits·2, own.n, 2]
+  int64_t* columns;            // [splits·2, own.n, 2]
+  int64_t* chosen[2];          // [own.n] in the order of z
+  float* u[2];                 // [own.n] sorted
+};
+int launch_extremes(const Matrix& m, const ExtremesArguments& a, void* stream);
+
+struct MinedArguments {
+  const float* thresholds;  // [own.n, 2] or null for all pairs
+  bool list;                // else count
+  int64_t* counts;          // [2, own.n, splits·2] gets numbers of pairs, or holds where each thread's begin
+  int64_t* pairs[2];        // row·columns + column
+};
+int launch_mined(const Matrix& m, const MinedArguments& a, void* stream);
+
+struct SampleArguments {
+  const int64_t* seed;
+  double cutoff, nonzero_loss_cutoff;
+  double* values;    // [splits·2, own.n]
+  int64_t* columns;  // [splits·2, own.n]
+  int64_t* drawn;    // [own.n]
+};
+int launch_sample(const Matrix& m, const SampleArguments& a, void* stream);
+
+// topk.cu: one stage of the search.
+struct TopkArguments {
+  int policy;
+  float parameters[5];
+  bool positives, negatives;   // whom to look at
+  int stage;                   // 0, 1, 2: count digits; 3: count ties; 4: list pairs
+  const int64_t* found;        // [1] the digits of the k-th largest loss that are known
+  unsigned long long* counts;  // [2048] pairs by their next digit, zeros before
+  int64_t* ties;               // stage 3: [splits·2, own.n] gets pairs equal to the k-th; stage 4: [own.n] their number
+  const int64_t* quota;        // [own.n] how many of them are wanted
+  unsigned long long* listed;  // [2] lengths of above and equal, zeros before
+  int64_t *above, *equal;  // [k] row·columns + column of pairs above the k-th, and of rows whose ties are all wanted
+  float* losses;           // [k] of pairs above
+  int64_t* edge;           // [other.n] pairs of the row of whose ties only some are wanted
+};
+int launch_topk(const Matrix& m, const TopkArguments& a, void* stream);
+
+// rank.cu; pairs of numbers are for ties in favour of a positive and against it. In the order of z.
+struct RankArguments {
+  int64_t* number;        // [own.n]
+  int64_t *above, *hits;  // [own.n, 2]
+  double* precision;      // [own.n, 2]
+};
+int launch_rank(const Matrix& m, const RankArguments& a, void* stream);
+
+// triplet.cu: one stage. Rows have at most `most` positives.
+struct TripletArguments {
+  int stage;  // 0: list positives; 1: sum losses; 2: count thresholds passed; 3: sum slopes; 4: best negative below
+  float margin;
+  bool smooth;
+  int most;
+  const float* value;   // [own.n, most] u of positives, rising, +inf beyond the last
+  const float* prefix;  // [own.n, most+1] sums of the first of them
+  float* list;          // stage 0: [own.n, most] gets u of positives, in the order of columns
+  float* sums;          // stage 1: [splits·2, own.n, 2] losses and how many are above 0; 3: [splits, own.n, most]
+  int* counts;          // stage 2: [splits, own.n, most+1] negatives by the number of positives they violate
+  long long* best;      // stage 4: [splits, own.n, most+1] the most similar by the number of positives not above it
+};
+int launch_triplet(const Matrix& m, const TripletArguments& a, void* stream);
+
+struct TripletBackwardArguments {
+  float margin;
+  bool smooth, own_anchors, other_anchors;
+  int most;
+  const int* range;                    // [anchors, 2] columns of the same class
+  const float *value, *pushed, *grad;  // [anchors, most] sorted, [anchors, most] by column: Σ of slopes; [anchors]
+  float* parts;                        // [splits, places of own, d]
+};
+int launch_triplet_backward(const Matrix& m, const TripletBackwardArguments& a, void* stream);
+
+}  // namespace pydml

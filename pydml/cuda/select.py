@@ -1,0 +1,159 @@
+"""The select engines on a GPU: which pairs a miner or a selecting loss keeps. Indices only, no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydml.cuda.matrix import HALVES, Matrix, policy_number, ranges_of
+
+#: Counters of a digit of ``topk``, as in csrc/cuda/topk.cu.
+DIGITS = 2048
+
+
+def extreme(
+    m: Matrix,
+    signs: tuple[int, int],
+    missing: tuple[float, float] = (0.0, 0.0),
+    above: Tensor | None = None,
+    below: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Columns [2, R] of the positive and the negative of largest (1) or smallest (-1) u, and those u, sorted.
+
+    Only positives above ``above`` and negatives below ``below`` count; a sign of 0 leaves a side out.
+    """
+    splits = m.splits()
+    chosen = m.row.order.new_full((2, m.row.n), -1)
+    u = torch.empty(chosen.shape, dtype=torch.float32, device=chosen.device)
+    if m.row.n:
+        values = u.new_empty(splits * HALVES, m.row.n, 2)
+        columns = chosen.new_empty(splits * HALVES, m.row.n, 2)
+        m.ops.extremes(*m.arguments(splits), list(signs), list(missing), above, below, values, columns, chosen, u)
+    return chosen, u
+
+
+def extremes(
+    ops: Any,
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    positive: str,
+    negative: str,
+    view: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
+    easy, hard = (1 if positive == "easy" else -1), (-1 if negative == "easy" else 1)
+    inf = float("inf")
+    if positive == "semihard":  # the hardest positive that is still nearer than the chosen negative
+        chosen, u = extreme(m, (0, 1 if negative == "hard" else -1), (0.0, inf))
+        return extreme(m, (-1, 0), above=u[1])[0][0], chosen[1]
+    if negative == "semihard":  # the hardest negative that is still farther than the chosen positive
+        chosen, u = extreme(m, (easy, 0), (-inf, 0.0))
+        return chosen[0], extreme(m, (0, 1), below=u[0])[0][1]
+    p, n = extreme(m, (easy, hard))[0].unbind()
+    return p, n
+
+
+def topk(
+    ops: Any,
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    policy: str,
+    params: Sequence[float],
+    k: int,
+    side: str,
+    view: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
+    n, n_cols, splits, order = m.row.n, m.col.n, m.splits(), m.row.order
+    if not (n and n_cols and k):
+        return order.new_full((k,), -1), order.new_full((k,), -1)
+    found, wanted = order.new_zeros(1), order.new_full((1,), k)
+    counts, ties = order.new_zeros(3, DIGITS), order.new_zeros(splits * HALVES, n)
+
+    def stage(number: int, *lists: Tensor, quota: Tensor | None = None) -> None:
+        members = side != "negatives", side != "positives"
+        policy_ = policy_number(policy), list(params)
+        digits = counts[min(number, 2)]
+        ops.topk(*m.arguments(splits), *policy_, *members, number, found, digits, ties, quota, list(lists))
+
+    for number, bits in enumerate((11, 11, 10)):  # of the k-th largest loss
+        stage(number)
+        at_least = counts[number].flip(0).cumsum(0).flip(0)  # pairs with this digit or a larger one
+        digit = ((at_least >= wanted).sum(0, keepdim=True) - 1).clamp_min(0)
+        wanted = wanted - (at_least - counts[number])[digit]
+        found = found << bits | digit
+    stage(3)
+    ties = ties.sum(0)
+    in_order = m.unsorted(ties)
+    quota = torch.minimum((wanted - (in_order.cumsum(0) - in_order)).clamp_min(0), in_order)[order]
+    none = torch.iinfo(torch.int64).max
+    listed, lists = order.new_zeros(2), order.new_full((2, k), none)
+    losses, edge = rows.new_full((k,), -torch.inf, dtype=torch.float32), order.new_full((n_cols,), none)
+    stage(4, listed, lists[0], losses, lists[1], edge, quota=quota)
+
+    above, by_pair = lists[0].sort()
+    above = above[losses[by_pair].sort(descending=True, stable=True).indices]
+    some = torch.where(quota < ties, quota, 0).sum()
+    edge = torch.where(torch.arange(n_cols, device=edge.device) < some, edge.sort().values, none)
+    equal = torch.cat((lists[1], edge)).sort().values
+    place = torch.arange(k, device=edge.device)
+    pair = torch.where(place < listed[0], above, equal[(place - listed[0]).clamp_min(0)])
+    return torch.where(pair == none, -1, pair // n_cols), torch.where(pair == none, -1, pair % n_cols)
+
+
+def mined(
+    ops: Any,
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    epsilon: float | None,
+    view: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
+    n_cols, splits, thresholds = m.col.n, m.splits(), None
+    counts = m.row.order.new_zeros(2, m.row.n * splits * HALVES)
+    if m.row.n:
+        if epsilon is not None:
+            u = extreme(m, (-1, 1), (float("inf"), -float("inf")))[1]
+            thresholds = torch.stack((u[1] + epsilon, u[0] - epsilon), 1)
+        ops.mined(*m.arguments(splits), thresholds, counts, None, None)
+    pairs = [counts.new_empty(n) for n in counts.sum(1).tolist()]  # the one place where the host waits
+    if m.row.n:
+        ops.mined(*m.arguments(splits), thresholds, counts.cumsum(1) - counts, *pairs)
+    (a1, p), (a2, n) = ((key // max(n_cols, 1), key % max(n_cols, 1)) for key in (k.sort().values for k in pairs))
+    return a1, p, a2, n
+
+
+def sample(
+    ops: Any,
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    anchors: Tensor,
+    seed: Tensor,
+    cutoff: float,
+    nonzero_loss_cutoff: float,
+) -> Tensor:
+    m = Matrix(ops, rows, cols, row_labels, col_labels, "euclidean", True)
+    drawn = torch.full_like(anchors, -1)
+    if len(anchors) and m.col.n:
+        labels = (row_labels if col_labels is None else col_labels)[m.col.order]
+        m.row, m.row_range = m.side(m.row.given, anchors, True), ranges_of(row_labels[anchors], labels)
+        m.symmetric = False  # a draw is not a row; and self pairs are no negatives
+        splits = m.splits()
+        values = rows.new_empty(splits * HALVES, len(anchors), dtype=torch.float64)
+        columns = anchors.new_empty(splits * HALVES, len(anchors))
+        ops.sample(*m.arguments(splits), seed.to(rows.device), cutoff, nonzero_loss_cutoff, values, columns, drawn)
+    return drawn

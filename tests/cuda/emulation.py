@@ -1,0 +1,122 @@
+"""Compile CUDA sources with g++ through the emulator, into libraries that are kept by a hash of all that went in.
+
+``python tests/cuda/emulation.py`` builds the emulated kernels and prints the path of the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+#: The project; not two folders up where `make sanitize` runs a copy of the tests.
+ROOT = next(folder for folder in HERE.parents if (folder / "csrc").is_dir())
+sys.path.insert(0, str(ROOT / "csrc" / "cuda"))
+from nvcc import TORCH_TARGET, run  # noqa: E402
+
+OUTPUT = ROOT / "build" / "cuda"
+EMULATOR = tuple(HERE / name for name in ("emulator.cpp", "block.cpp", "collectives.cpp"))
+#: Files compiled at once.
+JOBS = 2
+
+# nvcc is told to unroll; g++ need not know the pragma.
+FLAGS = ("-std=c++20", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-ffile-prefix-map={ROOT}=.")
+INCLUDES = (f"-I{ROOT / 'csrc'}", f"-I{HERE}")
+
+
+def compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "g++"))
+
+
+@functools.cache
+def compiler_version() -> str:
+    return run([*compiler(), "--version"])
+
+
+def key(*parts: str) -> str:
+    """A short name for everything that was given."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def sanitizer_flags(source: Path, sanitize: str) -> list[str]:
+    """How ``source`` is instrumented: ``address``, ``thread``, ``undefined``, several with commas, or nothing."""
+    binding = source.suffix == ".cpp" and source not in EMULATOR
+    if not sanitize or binding:
+        return ["-O2"]
+    if sanitize == "thread" and source in EMULATOR:  # only the kernels' own accesses can race
+        return ["-O2", "-DEMULATOR_TSAN"]
+    return ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", f"-fsanitize={sanitize}"]
+
+
+def compile_object(source: Path, sanitize: str = "", flags: Sequence[str] = ()) -> Path:
+    """The object file of one source; from the cache, if the compiler would see the same text again."""
+    command = [*compiler(), *FLAGS, *sanitizer_flags(source, sanitize), *INCLUDES, *flags, "-x", "c++"]
+    text = run([*command, "-E", str(source)])
+    output = OUTPUT / "objects" / f"{source.stem}-{key(compiler_version(), shlex.join(command), text)}.o"
+    if not output.exists():
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = output.with_suffix(f".{os.getpid()}.tmp")
+        run([*command, "-c", str(source), "-o", str(unfinished)])
+        unfinished.replace(output)
+    return output
+
+
+@functools.cache
+def link(
+    name: str,
+    sources: tuple[Path, ...],
+    *,
+    sanitize: str = "",
+    flags: tuple[str, ...] = (),
+    link_flags: tuple[str, ...] = (),
+    executable: bool = False,
+) -> Path:
+    """Compile ``sources`` and the emulator, and link them to a shared library or a program."""
+    everything = [*sources, *EMULATOR]
+    with ThreadPoolExecutor(JOBS) as pool:
+        objects = list(pool.map(lambda source: compile_object(source, sanitize, flags), everything))
+    command = [*compiler(), *([] if executable else ["-shared"]), *([f"-fsanitize={sanitize}"] if sanitize else [])]
+    tail = [*link_flags, "-lpthread"]
+    output = OUTPUT / f"{name}-{key(shlex.join(command), shlex.join(tail), *(o.name for o in objects))}"
+    output = output if executable else output.with_suffix(".so")
+    if not output.exists():
+        unfinished = output.with_suffix(f".{os.getpid()}.tmp")
+        run([*command, *map(str, objects), *tail, "-o", str(unfinished)])
+        unfinished.replace(output)
+    return output
+
+
+def torch_flags() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the binding on torch's stable ABI is compiled and linked with."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    return (
+        (*(f"-isystem{path}" for path in include_paths()), TORCH_TARGET),
+        (*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"),
+    )
+
+
+def emulated(sanitize: str = "") -> Path:
+    """The library of all kernels in csrc/cuda with their binding, which ``cuda-emulated`` loads."""
+    folder = ROOT / "csrc" / "cuda"
+    flags, link_flags = torch_flags()
+    return link(
+        "-".join(("pydml-emulated", *sanitize.split(","))) if sanitize else "pydml-emulated",
+        (*sorted(folder.glob("*.cu")), *sorted(folder.glob("*.cpp"))),
+        sanitize=sanitize,
+        flags=("-DPYDML_EMULATED", *flags),
+        link_flags=link_flags,
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Build the emulated CUDA kernels and print the library's path.")
+    parser.add_argument("--sanitize", default="", help="address, thread, undefined, or several with commas")
+    print(emulated(parser.parse_args().sanitize))
