@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from pydml.backends import kernel
+from pydml.backends import interpreted, kernel
 from pydml.policy import POLICIES
 
+#: Ops whose output sizes are data: a compiler cannot look into them.
+_OPAQUE = ("mined",)
 _MATRIX = "Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels"
 
 
@@ -43,8 +46,16 @@ def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -
         output = run(*arguments)
         return tuple(t.contiguous() for t in output) if isinstance(output, tuple) else output.contiguous()
 
+    def see_through(mode: Any, op: Any, types: Any, arguments: Any, keywords: Any) -> Any:
+        """As torch.library.triton_op: a compiler gets the launches themselves, and what is around them to fuse."""
+        if arguments[-1] != "triton" or interpreted() or name in _OPAQUE:
+            return mode.__torch_dispatch__(op, types, arguments, keywords)
+        with mode:
+            return run(*arguments)
+
     torch.library.impl(f"pydml::{name}", "default", contiguous)
     torch.library.register_fake(f"pydml::{name}", fake)
+    torch.library.register_torch_dispatch(f"pydml::{name}", FunctionalTensorMode, see_through)
     op: Callable[..., Any] = getattr(torch.ops.pydml, name).default
     return op
 

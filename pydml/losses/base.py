@@ -149,12 +149,16 @@ class MetricLoss(_Base):  # type: ignore[misc]
         """
         batch = self._batch(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         batch.backend = resolve(backend, embeddings.device)
+        return self.evaluate(batch)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """The loss of checked arguments, which may be those of one process or of many."""
         if 0 in batch.size:
-            return self.reduce(batch.embeddings.to(batch.dtype).sum(1) * 0)
-        with no_autocast(embeddings.device):
+            return self.reduce(batch.zeros())
+        with no_autocast(batch.embeddings.device):
             loss = batch.nan(self.dense(Dense(batch))) if batch.backend == "dense" else self.fused(batch)
             if self.embedding_regularizer is not None:
-                loss = loss + self.embedding_reg_weight * self.embedding_regularizer(embeddings)
+                loss = loss + self.embedding_reg_weight * self.embedding_regularizer(batch.everything())
         return loss
 
     def _batch(self, embeddings: Any, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,15 @@ class Batch:
         return self.embeddings.shape[0], self.embeddings.shape[0] if self.ref is None else self.ref.shape[0]
 
     @property
+    def has_selves(self) -> bool:
+        """Is every row one of the columns, with which it makes no pair?"""
+        return self.ref is None
+
+    def self_columns(self) -> Tensor:
+        """Which column each row is, where it is one."""
+        return torch.arange(len(self.embeddings), device=self.embeddings.device)
+
+    @property
     def dtype(self) -> torch.dtype:
         return ops.compute_dtype(self.embeddings)
 
@@ -59,6 +69,14 @@ class Batch:
         """The loss of a batch with nothing to learn from: 0 that still has a graph."""
         return (self.embeddings.to(self.dtype) * 0).sum()
 
+    def zeros(self) -> Tensor:
+        """The same for each row [B]."""
+        return self.embeddings.to(self.dtype).sum(1) * 0
+
+    def everything(self) -> Tensor:
+        """All embeddings, for whoever has to see them themselves."""
+        return self.embeddings
+
     @property
     def counts(self) -> tuple[Tensor, Tensor]:
         """Number of positives and of negatives of each row."""
@@ -66,13 +84,13 @@ class Batch:
             a1, _, a2, _ = self.pairs
             return torch.bincount(a1, minlength=self.size[0]), torch.bincount(a2, minlength=self.size[0])
         positives = self.positives()
-        return positives, self.size[1] - int(self.ref is None) - positives
+        return positives, self.size[1] - int(self.has_selves) - positives
 
     def positives(self) -> Tensor:
         """Number of positives of each row by label, whatever the tuple says."""
         labels = self.known_labels()
         assert self.ref_labels is not None
-        return count_in(labels, self.ref_labels) - int(self.ref is None)
+        return count_in(labels, self.ref_labels) - int(self.has_selves)
 
     def __post_init__(self) -> None:
         #: The miner's tuple as pairs (a1, p, a2, n).
@@ -162,6 +180,77 @@ class Batch:
         """First arguments of the ops that look at the whole matrix."""
         return self.embeddings, self.ref, self.known_labels(), None if self.ref is None else self.ref_labels
 
+    def histogram(self, nodes: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+        """Soft counts [B, nodes] of positives and of negatives."""
+        options = (nodes, low, high, self.view, self.normalize, self.backend)
+        positives, negatives, _ = ops.histogram(*self.matrix(), *options)
+        return positives, negatives
+
+    def histogram_totals(
+        self, nodes: int, low: float, high: float, labels: Tensor, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Soft counts [nodes] under other labels: of the positives of rows that are counted, and of all negatives."""
+        options = (nodes, low, high, self.view, self.normalize, self.backend)
+        positives, negatives, _ = ops.histogram(self.embeddings, None, labels, None, *options)
+        return torch.where(counted[:, None], positives, 0).sum(0), negatives.sum(0)
+
+    def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
+        """Of each anchor [B] the sum of its triplets' losses, and how many of them are above 0."""
+        options = (mode, float(margin), swap, smooth, self.view, self.normalize, self.backend)
+        total, above = ops.triplet(*self.matrix(), *options)
+        return total, above
+
+    def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
+        """Column [B] of the easy, hard or semi-hard positive and negative of each row; -1 where there is none."""
+        p, n = ops.extremes(*self.matrix(), positive, negative, self.view, self.normalize, self.backend)
+        return p, n
+
+    def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
+        """The k pairs (i, j) of largest loss on one side or on «all»; -1 beyond the last."""
+        options = (policy, [float(p) for p in params], k, side, self.view, self.normalize, self.backend)
+        i, j = ops.topk(*self.matrix(), *options)
+        return i, j
+
+    def stats_between(self, i: Tensor, j: Tensor, policy: str, params: list[float], col_field: Tensor) -> Tensor:
+        """Row statistics of rows i [n] against rows j [n] as columns; the positive of a row is the column across."""
+        target = torch.arange(len(i), device=i.device)
+        return pair_stats(
+            self.embeddings[i], self.embeddings[j], target, target, policy, params,
+            view=self.view, normalize=self.normalize, col_field=col_field, backend=self.backend,
+        )  # fmt: skip
+
+    def proxy_stats(self, w: Tensor, classes: Tensor, policy: str, params: list[float], **pooling: Any) -> Tensor:
+        """Row statistics [B, K] with proxies as columns."""
+        return pair_stats(
+            self.embeddings, w, self.known_labels(), classes, policy, params,
+            view=self.view, backend=self.backend, **pooling,
+        )  # fmt: skip
+
+    def anchor_stats(
+        self, w: Tensor, classes: Tensor, policy: str, params: list[float], col_field: Tensor | None
+    ) -> Tensor:
+        """Statistics [C, K] of proxies as rows, with the batch as columns."""
+        labels = self.known_labels()
+        return pair_stats(
+            w, self.embeddings, classes, labels, policy, params, col_field=col_field, backend=self.backend
+        )
+
+    def proxy_dots(self, w: Tensor) -> Tensor:
+        """Cosine [B] of each row and the proxy of its class."""
+        labels = self.known_labels()
+        own = torch.arange(len(labels), device=labels.device)
+        out: Tensor = ops.dots(w, self.embeddings, labels, own, "dot", True, self.backend)
+        return out
+
+    def gram(self) -> Tensor:
+        """XᵀX [d, d] of the normalised rows."""
+        x = torch.nn.functional.normalize(self.embeddings.to(self.dtype))
+        return x.T @ x
+
+    def over_classes(self, value: Tensor) -> Tensor:
+        """A sum over the classes of this process as one over all classes."""
+        return value
+
 
 def segment_lse(term: Tensor, index: Tensor, size: int) -> Tensor:
     """log Σ e^{term} of the terms of each index [size]; -inf where there are none."""
@@ -237,9 +326,7 @@ class Dense:
         labels, batch = self.batch.known_labels(), self.batch
         assert batch.ref_labels is not None
         same = labels[:, None] == batch.ref_labels[None, :]
-        if batch.ref is None:
-            same = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-        return same
+        return same.scatter(1, batch.self_columns()[:, None], False) if batch.has_selves else same
 
     @cached_property
     def diff(self) -> Tensor:

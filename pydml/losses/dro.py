@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import relu
 from typing_extensions import Unpack
 
-from pydml import checks, ops
+from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense, lse
 from pydml.policy import softplus
@@ -82,11 +82,8 @@ class DROTopKLoss(_DROLoss):
         k = min(self.k // 2 if self.balanced else self.k, total)
         if not k:
             return batch.zero()
-        params = [float(p) for p in params]
-        chosen = [
-            ops.topk(*batch.matrix(), policy, params, k, side, batch.view, batch.normalize, batch.backend)
-            for side in (("positives", "negatives") if self.balanced else ("all",))
-        ]
+        sides = ("positives", "negatives") if self.balanced else ("all",)
+        chosen = [batch.topk(policy, params, k, side) for side in sides]
         i, j = (torch.cat(part) for part in zip(*chosen, strict=True))
         real, i, j = i >= 0, i.clamp_min(0), j.clamp_min(0)
         assert batch.ref_labels is not None
@@ -95,7 +92,7 @@ class DROTopKLoss(_DROLoss):
         return torch.where(real | losses.isnan(), losses, 0).sum() / real.sum().clamp_min(1)
 
     def dense(self, batch: Dense) -> Tensor:
-        pairs = torch.ones_like(batch.same)
+        pairs = batch.same | batch.diff
         if batch.batch.ref is None:
             pairs = pairs.triu(1)
         losses = self.pair_loss(batch.S, batch.same)
@@ -128,7 +125,7 @@ class DROKLLoss(_DROLoss):
 
     def fused(self, batch: Batch) -> Tensor:
         rows, cols = batch.size
-        number = rows * cols - (rows if batch.ref is None else 0)
+        number = rows * (cols - int(batch.has_selves))
         if not number:
             return batch.zero()
         stats = batch.stats(*self.policy(self.gamma, self.gamma))

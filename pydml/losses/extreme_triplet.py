@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pydml import checks, ops
+from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
 from pydml.policy import softplus
@@ -52,7 +52,7 @@ class ExtremeTripletLoss(MetricLoss):
         return softplus((0.5 * s_an * s_an - s_ap + 0.5 * s_ap * s_ap) / self.temperature)
 
     def fused(self, batch: Batch) -> Tensor:
-        p, n = ops.extremes(*batch.matrix(), self.positive, self.negative, batch.view, batch.normalize, batch.backend)
+        p, n = batch.extremes(self.positive, self.negative)
         a = torch.arange(len(p), device=p.device)
         values = self._loss(batch.dots(a, p.clamp_min(0)), batch.dots(a, n.clamp_min(0)))
         return self.reduce(values, ((p >= 0) & (n >= 0)) | values.isnan())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pydml import checks, ops
+from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
 
@@ -31,9 +31,7 @@ class FastAPLoss(MetricLoss):
         self.num_bins = checks.integer("num_bins", num_bins, least=1)
 
     def fused(self, batch: Batch) -> Tensor:
-        positives, negatives, _ = ops.histogram(
-            *batch.matrix(), self.num_bins + 1, -4.0, 0.0, batch.view, True, batch.backend
-        )
+        positives, negatives = batch.histogram(self.num_bins + 1, -4.0, 0.0)
         # u = -D² rises where D² falls: nodes come in the order of decreasing distance
         h_pos, h_neg = positives.flip(1), negatives.flip(1)
         ranked, ranked_all = h_pos.cumsum(1), (h_pos + h_neg).cumsum(1)

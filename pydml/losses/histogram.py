@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pydml import checks, ops
+from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
 
@@ -71,10 +71,8 @@ class HistogramLoss(MetricLoss):
         lone = batch.counts[0] == 0
         # lone items all get one label of their own: their pairs with each other are then no negatives
         classes = torch.where(lone, len(labels), torch.searchsorted(labels.sort().values, labels))
-        positives, negatives, _ = ops.histogram(
-            batch.embeddings, None, classes, None, self.n_bins + 1, -1.0, 1.0, batch.view, True, batch.backend
-        )
-        return self._overlap(torch.where(lone[:, None], 0, positives).sum(0) / 2, negatives.sum(0) / 2)
+        positives, negatives = batch.histogram_totals(self.n_bins + 1, -1.0, 1.0, classes, ~lone)
+        return self._overlap(positives / 2, negatives / 2)
 
     def dense(self, batch: Dense) -> Tensor:
         listed = batch.batch.triplets

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import Unpack
 
 from pydml.losses.base import Common, MetricLoss
-from pydml.losses.batch import Batch, Dense, pair_stats
+from pydml.losses.batch import Batch, Dense
 from pydml.policy import softplus
 
 
@@ -56,13 +56,9 @@ class NPairsLoss(MetricLoss):
     def fused(self, batch: Batch) -> Tensor:
         anchor, positive, real = self._pairs(batch)
         if not len(anchor):
-            return self.reduce(batch.embeddings.to(batch.dtype).sum(1) * 0)
-        z, target = batch.embeddings, torch.arange(len(anchor), device=anchor.device)
+            return self.reduce(batch.zeros())
         padding = torch.where(real, 0.0, -torch.inf)  # a padded column adds e^{-inf} to every sum
-        stats = pair_stats(
-            z[anchor], z[positive], target, target, "exponential", [1.0, 0.0, 1.0, 0.0],
-            view=batch.view, normalize=batch.normalize, col_field=padding, backend=batch.backend,
-        )  # fmt: skip
+        stats = batch.stats_between(anchor, positive, "exponential", [1.0, 0.0, 1.0, 0.0], padding)
         own, others = stats.unbind(1)
         values = softplus(torch.where(real, others - own, 0))
         return batch.nan(self._scatter(values, anchor, real, batch))

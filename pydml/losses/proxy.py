@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from pydml import checks
 from pydml.losses.base import Common, MetricLoss
-from pydml.losses.batch import Batch, Dense, pair_stats
+from pydml.losses.batch import Batch, Dense
 
 Init = Callable[[Tensor], Any]
 Regularizer = Callable[[Tensor], Tensor]
@@ -41,6 +41,7 @@ class ProxyLoss(MetricLoss):
         if not self.normalize_embeddings:
             raise ValueError(f"normalize_embeddings: {type(self).__name__} got False, wanted True")
         self.num_classes = checks.integer("num_classes", num_classes, least=1)
+        self.class_range = range(num_classes)  # whose proxies this process holds
         self.embedding_size = checks.integer("embedding_size", embedding_size, least=1)
         rows = num_classes * centers
         shape = (embedding_size, rows) if self.transposed else (rows, embedding_size)
@@ -75,24 +76,21 @@ class ProxyLoss(MetricLoss):
         checks.within("labels", labels, self.num_classes, f"classes of num_classes={self.num_classes}")
         return batch
 
-    def forward(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """See :meth:`MetricLoss.forward`; adds the weight regulariser."""
-        loss = super().forward(*arguments, **keywords)
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See :meth:`MetricLoss.evaluate`; adds the weight regulariser."""
+        loss = super().evaluate(batch)
         if self.weight_regularizer is not None:
             loss = loss + self.weight_reg_weight * self.weight_regularizer(self.columns(loss))
         return loss
 
     def classes(self, like: Tensor) -> Tensor:
         """The labels of the columns."""
-        return torch.arange(self.num_classes, device=like.device)
+        return torch.arange(self.class_range.start, self.class_range.stop, device=like.device)
 
     def softmax_stats(self, batch: Batch, policy: str, params: list[float], **keywords: Any) -> tuple[Tensor, Tensor]:
         """The target's logit and the log-sum-exp of the others, of each row."""
         z = batch.embeddings
-        stats = pair_stats(
-            z, self.columns(z), batch.known_labels(), self.classes(z), policy, params,
-            view=batch.view, backend=batch.backend, **keywords,
-        )  # fmt: skip
+        stats = batch.proxy_stats(self.columns(z), self.classes(z), policy, params, **keywords)
         target, others = stats.unbind(1)
         return target, others
 

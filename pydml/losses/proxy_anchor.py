@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.batch import Batch, Dense, lse, pair_stats
+from pydml.losses.batch import Batch, Dense, lse
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
 
@@ -55,11 +55,9 @@ class ProxyAnchorLoss(ProxyLoss):
 
     def fused(self, batch: Batch) -> Tensor:
         z, weights = batch.embeddings, batch.weights()
-        stats = pair_stats(  # the proxies are the rows
-            self.columns(z), z, self.classes(z), batch.known_labels(), "exponential",
-            [-self.alpha, self.margin, self.alpha, -self.margin],
-            col_field=None if weights is None else weights - 1, backend=batch.backend,
-        )  # fmt: skip
+        params = [-self.alpha, self.margin, self.alpha, -self.margin]
+        shift = None if weights is None else weights - 1
+        stats = batch.anchor_stats(self.columns(z), self.classes(z), "exponential", params, shift)
         return self._average(*stats.unbind(1))
 
     def dense(self, batch: Dense) -> Tensor:

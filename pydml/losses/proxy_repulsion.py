@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from pydml import checks, ops
+from pydml import checks
 from pydml.losses.batch import Batch, Dense, lse, pair_stats, segment_lse
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
@@ -59,8 +59,7 @@ class ProxyRepulsionLoss(ProxyLoss):
     def fused(self, batch: Batch) -> Tensor:
         z, labels = batch.embeddings, batch.known_labels()
         proxies, classes = self.columns(z), self.classes(z)
-        own = ops.dots(proxies, z, labels, torch.arange(len(z), device=z.device), "dot", True, batch.backend)
-        term = -self.alpha * (own - self.margin)
+        term = -self.alpha * (batch.proxy_dots(proxies) - self.margin)
         weights = batch.weights()
         positive = segment_lse(term if weights is None else term + weights - 1, labels, self.num_classes)
         params = [0.0, 0.0, self.alpha, -self.margin]  # the diagonal counts as the only positive: left out
@@ -68,9 +67,8 @@ class ProxyRepulsionLoss(ProxyLoss):
             negative = pair_stats(proxies, None, classes, None, "exponential", params, backend=batch.backend)[:, 1]
         else:
             # G = W (XᵀX) Wᵀ: a d×d matrix instead of the B×C cosines
-            x = torch.nn.functional.normalize(z.to(batch.dtype))
             w = torch.nn.functional.normalize(proxies.to(batch.dtype))
-            gram = x.T @ x / (len(x) if self.aggregate == "mean" else 1)
+            gram = batch.gram() / (batch.size[0] if self.aggregate == "mean" else 1)
             negative = pair_stats(
                 w @ gram, w, classes, classes, "exponential", params, normalize=False, backend=batch.backend
             )[:, 1]

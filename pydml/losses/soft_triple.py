@@ -68,7 +68,7 @@ class SoftTripleLoss(ProxyLoss):
         return self.tau * torch.sqrt(2 + 1e-5 - 2 * gram).sum() / (self.num_classes * k * (k - 1))
 
     def _pooled(self, s: Tensor) -> Tensor:
-        s = s.unflatten(1, (self.num_classes, self.centers_per_class))
+        s = s.unflatten(1, (-1, self.centers_per_class))
         return (torch.softmax(s / self.gamma, dim=2) * s).sum(2)
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class SoftTripleLoss(ProxyLoss):
         pooling = {"pool_size": self.centers_per_class, "sharpness": 1 / self.gamma}
         target, others = self.softmax_stats(batch, "exponential", params, **pooling)
         loss = self.weighted(softplus(others - target), batch)
-        return loss + self._merge(loss)
+        return loss + batch.over_classes(self._merge(loss))
 
     def dense(self, batch: Dense) -> Tensor:
         labels = batch.batch.known_labels()

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import relu
 from typing_extensions import Unpack
 
-from pydml import checks, ops
+from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
 from pydml.policy import softplus
@@ -96,11 +96,10 @@ class TripletMarginLoss(MetricLoss):
         if listed is not None:
             return self._listed(batch, *listed, torch.ones_like(listed[0], dtype=torch.bool))
         if self.triplets == "hard":
-            p, n = ops.extremes(*batch.matrix(), "hard", "hard", batch.view, batch.normalize, batch.backend)
+            p, n = batch.extremes("hard", "hard")
             a = torch.arange(len(p), device=p.device)
             return self._listed(batch, a, p.clamp_min(0), n.clamp_min(0), (p >= 0) & (n >= 0))
-        options = (self.triplets, float(self.margin), self.swap, self.smooth_loss)
-        total, above = ops.triplet(*batch.matrix(), *options, batch.view, batch.normalize, batch.backend)
+        total, above = batch.triplet_sums(self.triplets, self.margin, self.swap, self.smooth_loss)
         n_pos, n_neg = batch.counts
         return self._average(total.sum(), above.sum(), (n_pos * n_neg).sum())
 

@@ -25,9 +25,10 @@ def histogram(
     high: float,
     view: str,
     normalize: bool,
+    selves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Soft counts [R, nodes] of positives and of negatives, and nothing to remember of the tiles."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
     counts = m.row.x.new_zeros(2, len(rows), nodes)
     for tile in m.tiles():
         left, share = assign(tile, nodes, low, high)
@@ -62,9 +63,10 @@ def histogram_backward(
     normalize: bool,
     want_rows: bool,
     want_cols: bool,
+    selves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols: a pair's weight is the slope of its row's table between two nodes."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
     m.start_gradient(want_rows, want_cols)
     slopes = [torch.diff(g, dim=1) * ((nodes - 1) / (high - low)) for g in m.poison(grad_positives, grad_negatives)]
     for tile in m.tiles():

@@ -36,8 +36,9 @@ class Pairs(Matrix):
         normalize: bool,
         pool_size: int,
         sharpness: float,
+        selves: Tensor | None = None,
     ) -> None:
-        super().__init__(rows, cols, row_labels, col_labels, view, normalize)
+        super().__init__(rows, cols, row_labels, col_labels, view, normalize, selves)
         n_cols = self.shape[1] // pool_size
         dtype = self.row.x.dtype
         self.row_field = rows.new_zeros(len(rows), dtype=dtype) if row_field is None else row_field.to(dtype)
@@ -90,15 +91,20 @@ def pair(
     epsilon: float | None,
     pool_size: int,
     sharpness: float,
+    selves: Tensor | None = None,
+    mined: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Row statistics [R, K], mining thresholds [R, 2], and nothing else to remember."""
+    """Row statistics [R, K], mining thresholds [R, 2], and nothing else to remember.
+
+    ``mined`` are thresholds that are known already, where these columns are a part of those that were mined.
+    """
     loss: Policy = POLICIES[policy](*params)
-    m = Pairs(rows, cols, row_labels, col_labels, row_field, col_field, view, normalize, pool_size, sharpness)
+    m = Pairs(rows, cols, row_labels, col_labels, row_field, col_field, view, normalize, pool_size, sharpness, selves)
     stats = m.row.x.new_zeros(len(rows), len(loss.slots))
     thresholds = m.row.x.new_zeros(len(rows), 2)
     for tile in m.tiles():
         if epsilon is not None:
-            thresholds[tile.rows] = mine(tile, epsilon)
+            thresholds[tile.rows] = mine(tile, epsilon) if mined is None else mined[tile.rows]
             keep(tile, thresholds[tile.rows])
         arguments = m.arguments(tile)
         for k, slot in enumerate(loss.slots):
@@ -139,10 +145,11 @@ def pair_backward(
     sharpness: float,
     want_rows: bool,
     want_cols: bool,
+    selves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dstats: w_ij = Σ_k dL/dstat_ik · dstat_ik/du_ij."""
     loss: Policy = POLICIES[policy](*params)
-    m = Pairs(rows, cols, row_labels, col_labels, row_field, col_field, view, normalize, pool_size, sharpness)
+    m = Pairs(rows, cols, row_labels, col_labels, row_field, col_field, view, normalize, pool_size, sharpness, selves)
     m.start_gradient(want_rows, want_cols)
     (grad,) = m.poison(grad)
     known = torch.where(torch.isneginf(stats), torch.inf, stats)  # a sum of nothing has no shares

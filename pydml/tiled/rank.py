@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pydml.tiled.sides import Matrix, beyond
+from pydml.tiled.sides import Matrix, Tile, beyond
 
 
 def rank(
@@ -24,18 +24,24 @@ def rank(
         positives[tile.rows] = number
         most = int(number.amax())
         rising = tile.u.masked_fill(~tile.same, torch.inf).sort(1).values[:, :most].contiguous()
-        column = torch.arange(most, device=rows.device)
-        order = number[:, None] - column  # 1 = the most similar positive; padding is below 1
-        for tie, right in enumerate((False, True)):
-            k = torch.searchsorted(rising, tile.u.contiguous(), right=right)
-            before = beyond(k, tile.diff, most)  # negatives above each positive
-            place = order + before
-            counts = (order >= 1) & (place <= number[:, None])
-            hits[tile.rows, tie] = counts.sum(1)
-            share = torch.where(counts, order.double() / place.clamp_min(1), 0).sum(1)
-            precision[tile.rows, tie] = share / number.clamp_min(1)
-            if most:
-                above[tile.rows, tie] = torch.where(
-                    number > 0, before.gather(1, (number - 1).clamp_min(0)[:, None])[:, 0], 0
-                )
+        above[tile.rows], hits[tile.rows], precision[tile.rows] = measures(number, above_positives(tile, rising))
     return positives, above, hits, precision
+
+
+def above_positives(tile: Tile, rising: Tensor) -> Tensor:
+    """Negatives of a tile above each positive [2, r, M]: ties in favour of the positive, then against it."""
+    u = tile.u.contiguous()
+    places = [torch.searchsorted(rising, u, right=right) for right in (False, True)]
+    return torch.stack([beyond(k, tile.diff, rising.shape[1]) for k in places])
+
+
+def measures(number: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the number of positives [r] and the negatives above each, the least similar first: see :func:`rank`."""
+    most = before.shape[2]
+    order = number[:, None] - torch.arange(most, device=number.device)  # 1 = the most similar; padding is below 1
+    place = order + before
+    counts = (order >= 1) & (place <= number[:, None])
+    share = torch.where(counts, order.double() / place.clamp_min(1), 0).sum(2) / number.clamp_min(1)
+    best = (number - 1).clamp_min(0)[None, :, None].expand(2, -1, 1)
+    above = before.gather(2, best)[..., 0] if most else torch.zeros_like(counts.sum(2))
+    return torch.where(number > 0, above, 0).T, counts.sum(2).T, share.T

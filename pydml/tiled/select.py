@@ -43,9 +43,10 @@ def extremes(
     negative: str,
     view: str,
     normalize: bool,
+    selves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Column of the easy/hard/semi-hard positive and negative of every row; -1 where it has none."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
     p, n = row_labels.new_full((len(rows),), -1), row_labels.new_full((len(rows),), -1)
     for tile in m.tiles():
         p[tile.rows], n[tile.rows] = _extremes(tile, positive, negative)
@@ -63,13 +64,14 @@ def topk(
     side: str,
     view: str,
     normalize: bool,
+    selves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The k pairs (i, j) of largest loss, ties to the smaller (i, j); -1 beyond the last pair.
 
     Unordered pairs (i < j) where the columns are the rows, else every (row, column) pair.
     """
     loss = POLICIES[policy](*params)
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
     zero = m.row.x.new_zeros(1, 1)
     best, flat = m.row.x.new_full((k,), -torch.inf), row_labels.new_full((k,), -1)
     for tile in m.tiles():

@@ -81,6 +81,7 @@ class Matrix:
         col_labels: Tensor | None,
         view: str,
         normalize: bool,
+        selves: Tensor | None = None,
     ) -> None:
         self.symmetric = cols is None
         self.view = view
@@ -89,6 +90,8 @@ class Matrix:
         self.row_labels = row_labels
         self.col_labels = row_labels if col_labels is None else col_labels
         self.columns = torch.arange(len(self.col.x), device=rows.device)
+        #: The column [R] that is the row itself, for rows that are among the columns.
+        self.selves = self.columns if cols is None else selves
         self.finite = self.row.finite & self.col.finite
 
     @property
@@ -111,8 +114,8 @@ class Matrix:
 
     def clear_self(self, mask: Tensor, rows: Tensor) -> None:
         """Self pairs are excluded by index, never by value."""
-        if self.symmetric:
-            mask[torch.arange(len(rows), device=rows.device), rows] = False
+        if self.selves is not None:
+            mask[torch.arange(len(rows), device=rows.device), self.selves[rows]] = False
 
     def similarity(self, rows: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """u, du/dD² and the near pairs of a block of rows."""

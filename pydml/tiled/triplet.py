@@ -101,9 +101,10 @@ def triplet(
     smooth: bool,
     view: str,
     normalize: bool,
+    selves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Per anchor: the sum of its triplets' losses and how many of them are above 0."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
     total, count = m.row.x.new_zeros(2, len(rows)).unbind()
     for tile in m.tiles():
         sums, above = _tile(m, tile, mode, margin, swap, smooth, None, total[:1])
@@ -126,9 +127,10 @@ def triplet_backward(
     normalize: bool,
     want_rows: bool,
     want_cols: bool,
+    selves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dtotal [R]."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
     m.start_gradient(want_rows, want_cols)
     (grad,) = m.poison(grad)
     for tile in m.tiles():

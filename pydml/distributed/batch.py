@@ -1,0 +1,311 @@
+"""One call's arguments where rows, and perhaps proxies, are spread over ranks: what :class:`Batch` is in one process.
+
+Labels, tuples and row statistics are those of all ranks, so a loss computes its epilogue on every rank as if it were
+alone; embeddings are this rank's only, and no similarity matrix is larger than one rank's rows by a block of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydml import ops
+from pydml.backends import kernel
+from pydml.distributed.engines import (
+    Engine,
+    Extremes,
+    Histogram,
+    Pair,
+    Search,
+    Sides,
+    mining_thresholds,
+    row_statistics,
+    run,
+)
+from pydml.distributed.fetch import fetch, owners
+from pydml.distributed.functions import (
+    gather_columns,
+    gather_rows,
+    lse_over_ranks,
+    shared,
+    sum_over_ranks,
+)
+from pydml.distributed.group import Group
+from pydml.distributed.walk import WALKS, Walk
+from pydml.losses.batch import Batch, pair_stats
+from pydml.policy import POLICIES
+from pydml.tiled.among import among
+
+
+@dataclass
+class Shards:
+    """How many rows and reference columns each rank has, who wants gradients, and how columns travel."""
+
+    group: Group
+    sizes: list[int]
+    ref_sizes: list[int] | None
+    mode: str
+    ref_grad: bool = False
+    class_sizes: list[int] | None = None  # of sharded proxies; None: every rank has them all
+
+    @property
+    def own(self) -> slice:
+        start = sum(self.sizes[: self.group.rank])
+        return slice(start, start + self.sizes[self.group.rank])
+
+
+@dataclass
+class ShardedBatch(Batch):
+    """A batch whose ``embeddings`` and ``ref`` are this rank's, and whose labels and tuple are those of all ranks."""
+
+    shards: Shards | None = None
+
+    @property
+    def _shards(self) -> Shards:
+        assert self.shards is not None
+        return self.shards
+
+    @property
+    def size(self) -> tuple[int, int]:
+        shards = self._shards
+        return sum(shards.sizes), sum(shards.sizes if shards.ref_sizes is None else shards.ref_sizes)
+
+    # What the epilogues ask for beside statistics
+
+    def _gather(self, own: Tensor, what: str) -> Tensor:
+        return gather_rows(own, self._shards.group, self._shards.sizes, what)
+
+    def nan(self, value: Tensor) -> Tensor:
+        wrong = sum((~torch.isfinite(t)).sum() for t in (self.embeddings, self.ref) if t is not None)
+        assert isinstance(wrong, Tensor)
+        everywhere = self._shards.group.all_reduce(wrong, "numbers that are not finite")
+        return torch.where(everywhere == 0, value, torch.nan)
+
+    def zero(self) -> Tensor:
+        return sum_over_ranks(super().zero(), self._shards.group, "zeros")
+
+    def zeros(self) -> Tensor:
+        return self._gather(super().zeros(), "zeros")
+
+    def everything(self) -> Tensor:
+        return self._gather(self.embeddings, "embeddings")
+
+    # Rows against columns
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """This rank's rows in the dtype of the computation, so that parts of a gradient are added up in it."""
+        return self.embeddings.to(self.dtype)
+
+    @cached_property
+    def cols(self) -> Tensor | None:
+        """This rank's columns, None where they are its rows."""
+        return None if self.ref is None else self.ref.to(self.dtype)
+
+    def _walk(self, x: Tensor, sizes: list[int], mode: str | None = None) -> Walk:
+        return WALKS[mode or self._shards.mode](self._shards.group, x, sizes, self.dtype)
+
+    @cached_property
+    def walk(self) -> Walk:
+        shards = self._shards
+        if self.ref is None or shards.ref_sizes is None:
+            return self._walk(self.embeddings, shards.sizes)
+        return self._walk(self.ref, shards.ref_sizes)
+
+    def _sides(self, labels: Tensor | None = None) -> Sides:
+        labels = self.known_labels() if labels is None else labels
+        col_labels = labels if self.ref is None else self.ref_labels
+        assert col_labels is not None
+        return Sides(labels, col_labels, self.view, self.normalize, self.backend)
+
+    def _statistics(self, engine: Engine) -> Tensor:
+        shards = self._shards
+        want_cols = self.ref is None or shards.ref_grad
+        return row_statistics(engine, self.walk, self.rows, self.cols, shards.own, want_cols)
+
+    def stats(
+        self,
+        policy: str,
+        params: list[float],
+        *,
+        epsilon: float | None = None,
+        row_field: Tensor | None = None,
+        col_field: Tensor | None = None,
+        listed: bool = True,
+    ) -> Tensor:
+        if listed and self.pairs is not None:
+            return self._listed_stats(policy, params, row_field, col_field)
+        shards, sides, thresholds = self._shards, self._sides(), None
+        if epsilon is not None:
+            thresholds = mining_thresholds(
+                sides, self.walk, self.rows, shards.own, shards.sizes, self.ref is None, epsilon
+            )
+        engine = Pair(sides, policy, params, row_field, col_field, thresholds)
+        return self._gather(self._statistics(engine), "row statistics")
+
+    def histogram(self, nodes: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+        counts = self._gather(self._statistics(Histogram(self._sides(), nodes, low, high)), "histograms")
+        positives, negatives = counts.chunk(2, dim=1)
+        return positives, negatives
+
+    def histogram_totals(
+        self, nodes: int, low: float, high: float, labels: Tensor, counted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        shards = self._shards
+        counts = self._statistics(Histogram(self._sides(labels), nodes, low, high))
+        positives, negatives = counts.chunk(2, dim=1)
+        mine = torch.cat((torch.where(counted[shards.own, None], positives, 0).sum(0), negatives.sum(0)))
+        total_pos, total_neg = sum_over_ranks(mine, shards.group, "histograms").chunk(2)
+        return total_pos, total_neg
+
+    def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
+        """See :meth:`Batch.triplet_sums`. A triplet has two columns, so a rank needs all of them at once."""
+        shards = self._shards
+        options = (mode, float(margin), swap, smooth, self.view, self.normalize)
+        if swap:  # here it also needs the rows of its positives: every rank computes everything
+            total, above = ops.triplet(self.everything(), None, self.known_labels(), None, *options, self.backend)
+            return total, above
+        sizes = shards.sizes if shards.ref_sizes is None else shards.ref_sizes
+        cols = gather_columns(self.rows if self.cols is None else self.cols, shards.group, sizes, "embeddings")
+        selves = torch.arange(shards.own.start, shards.own.stop, device=cols.device) if self.ref is None else None
+        sides = self._sides()
+        total, above = among(
+            self.rows, cols, selves, "triplet", sides.row_labels[shards.own], sides.col_labels, *options
+        )
+        both = self._gather(torch.stack((total, above), 1), "sums over triplets")
+        return both[:, 0], both[:, 1].detach()
+
+    # Chosen pairs
+
+    def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
+        shards, sides = self._shards, self._sides()
+
+        def found(searches: list[Search]) -> Tensor:
+            mine, _ = run(Extremes(sides, searches), self.walk, self.rows.detach(), shards.own, self.ref is None)
+            return shards.group.all_gather(mine, shards.sizes, "extremes")
+
+        best = Search("positives", largest=positive == "easy")
+        if negative != "semihard":
+            both = found([best, Search("negatives", largest=negative == "hard")])
+            return both[:, 1].long(), both[:, 3].long()
+        first = found([best])
+        u, p = first[:, 0] * (1 if best.largest else -1), first[:, 1].long()
+        bound = torch.where(p < 0, -torch.inf, u)
+        second = found([Search("negatives", largest=True, below=bound)])
+        return p, second[:, 1].long()
+
+    def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
+        """See :meth:`Batch.topk`. Every rank proposes the k largest of its own pairs; the best of all are taken."""
+        shards, sides, loss = self._shards, self._sides(), POLICIES[policy](*params)
+        symmetric, rows, own = self.ref is None, self.rows.detach(), shards.own
+        zero, found = rows.new_zeros(1), []
+        for block in self.walk.blocks(symmetric, both_ways=True):
+            if not len(rows) or (block.x is not None and not len(block.x)):
+                continue
+            if symmetric and block.x is not None and not block.both and block.at.start < own.start:
+                continue  # its owner meets this rank too, and takes these pairs
+            labels = sides.labels(own, block.at, block.x)
+            options = (policy, [float(p) for p in params], k, side, self.view, self.normalize)
+            i, j = kernel(self.backend, "topk")(rows, block.x, *labels, *options)
+            i, j = i[i >= 0], j[i >= 0]
+            u = kernel(self.backend, "dots")(rows, block.x, i, j, self.view, self.normalize)
+            i, j = i + own.start, j + block.at.start
+            same = sides.row_labels[i] == sides.col_labels[j]
+            value = torch.where(same, loss.term(0, u, zero, zero), loss.term(1, u, zero, zero))
+            if symmetric:
+                i, j = torch.minimum(i, j), torch.maximum(i, j)
+            found.append(torch.stack((value.double(), i.double(), j.double()), 1))
+        mine = torch.cat([*found, rows.new_zeros(0, 3, dtype=torch.float64)])
+        sizes = [row[0] for row in shards.group.facts([len(mine)], None)]
+        value, i, j = shards.group.all_gather(mine, sizes, "candidates").unbind(1)
+        by_place = torch.argsort(i * self.size[1] + j)
+        best = by_place[torch.argsort(value[by_place], descending=True, stable=True)][:k]
+        nothing = i.new_full((k - len(best),), -1)
+        return torch.cat((i[best], nothing)).long(), torch.cat((j[best], nothing)).long()
+
+    def dots(self, i: Tensor, j: Tensor) -> Tensor:
+        """u of listed pairs. The owner of row i computes it, with column j from wherever that is."""
+        shards = self._shards
+        sizes = shards.sizes if shards.ref_sizes is None else shards.ref_sizes
+        owner = owners(i, shards.sizes)
+        order = torch.argsort(owner, stable=True)
+        mine = (owner == shards.group.rank).nonzero()[:, 0]
+        wanted, at = torch.unique(j[mine], return_inverse=True)
+        cols = fetch(self.rows if self.cols is None else self.cols, wanted, shards.group, sizes)
+        u = ops.dots(self.rows, cols, i[mine] - shards.own.start, at, self.view, self.normalize, self.backend)
+        numbers = torch.bincount(owner, minlength=shards.group.size).tolist()
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return gather_rows(u, shards.group, numbers, "similarities of chosen pairs")[place]
+
+    def stats_between(self, i: Tensor, j: Tensor, policy: str, params: list[float], col_field: Tensor) -> Tensor:
+        shards, group, start = self._shards, self._shards.group, self._shards.own.start
+        owner_i, owner_j = owners(i, shards.sizes), owners(j, shards.sizes)
+        by_i, by_j = torch.argsort(owner_i, stable=True), torch.argsort(owner_j, stable=True)
+        rows, cols = (self.rows[index[owner == group.rank] - start] for index, owner in ((i, owner_i), (j, owner_j)))
+        n_rows, n_cols = (torch.bincount(owner, minlength=group.size).tolist() for owner in (owner_i, owner_j))
+        sides = Sides(by_i, by_j, self.view, self.normalize, self.backend)
+        engine = Pair(sides, policy, params, col_field=col_field[by_j])
+        first = sum(n_rows[: group.rank])
+        at = slice(first, first + len(rows))
+        own = row_statistics(engine, self._walk(cols, n_cols), rows, cols, at)
+        place = torch.empty_like(by_i).scatter_(0, by_i, torch.arange(len(by_i), device=by_i.device))
+        return gather_rows(own, group, n_rows, "row statistics")[place]
+
+    # Proxies
+
+    def _all_rows(self) -> Tensor:
+        return gather_columns(self.rows, self._shards.group, self._shards.sizes, "embeddings")
+
+    def proxy_stats(self, w: Tensor, classes: Tensor, policy: str, params: list[float], **pooling: Any) -> Tensor:
+        shards, labels = self._shards, self.known_labels()
+        w = w.to(self.dtype)
+        options: dict[str, Any] = {"view": self.view, "backend": self.backend, **pooling}
+        if shards.class_sizes is not None:  # all rows against the classes of this rank
+            part = pair_stats(self._all_rows(), w, labels, classes, policy, params, **options)
+            return lse_over_ranks(part, shards.group, "log-sum-exps over classes")
+        own = labels[shards.own]
+        if len(own):
+            stats = pair_stats(self.rows, shared(w, shards.group, "proxies"), own, classes, policy, params, **options)
+        else:
+            nothing = (self.rows.sum() + shared(w, shards.group, "proxies").sum()) * 0
+            stats = nothing.expand(0, len(POLICIES[policy].slots))
+        return self._gather(stats, "row statistics")
+
+    def anchor_stats(
+        self, w: Tensor, classes: Tensor, policy: str, params: list[float], col_field: Tensor | None
+    ) -> Tensor:
+        shards, labels = self._shards, self.known_labels()
+        w = w.to(self.dtype)
+        if shards.class_sizes is not None:
+            own = pair_stats(
+                w, self._all_rows(), classes, labels, policy, params, col_field=col_field, backend=self.backend
+            )
+            return gather_rows(own, shards.group, shards.class_sizes, "statistics of proxies")
+        col_field = None if col_field is None else col_field[shards.own]
+        w = shared(w, shards.group, "proxies")
+        if len(self.rows):
+            part = pair_stats(
+                w, self.rows, classes, labels[shards.own], policy, params, col_field=col_field, backend=self.backend
+            )
+        else:
+            part = torch.full_like(w[:, :1], -torch.inf).expand(-1, len(POLICIES[policy].slots))
+            part = part + 0 * (w.sum() + self.rows.sum())
+        return lse_over_ranks(part, shards.group, "statistics of proxies")
+
+    def proxy_dots(self, w: Tensor) -> Tensor:
+        shards = self._shards
+        own = self.known_labels()[shards.own]
+        at = torch.arange(len(own), device=own.device)
+        w = shared(w.to(self.dtype), shards.group, "proxies")
+        return self._gather(ops.dots(w, self.rows, own, at, "dot", True, self.backend), "similarities with proxies")
+
+    def gram(self) -> Tensor:
+        return sum_over_ranks(super().gram(), self._shards.group, "Gram matrices")
+
+    def over_classes(self, value: Tensor) -> Tensor:
+        shards = self._shards
+        return value if shards.class_sizes is None else sum_over_ranks(value, shards.group, "a sum over classes")

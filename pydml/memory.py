@@ -1,0 +1,264 @@
+"""Cross-batch memory (XBM): a loss of each batch against the embeddings of earlier batches, Wang et al., CVPR 2020.
+
+The batch is one side of the matrix and the memory the other; neither B×M similarities nor lists of pairs are stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pydml import checks, ops
+from pydml.backends import kernel, resolve
+from pydml.losses.base import MetricLoss
+from pydml.losses.batch import Batch, pair_stats
+from pydml.losses.nca import NCALoss
+from pydml.policy import POLICIES, LogSumExp
+from pydml.tiled.among import among
+
+__all__ = ["CrossBatchMemory"]
+
+Indices = tuple[Tensor, ...]
+
+
+class CrossBatchMemory(nn.Module):
+    """Compare a batch with a memory of the last ``memory_size`` embeddings, its own among them; as PML's.
+
+    The batch enters the memory first, without its graph; an embedding is not compared with its own copy there.
+    Gradients flow to the batch alone. Embeddings, labels and the place of the next one are in the ``state_dict``.
+
+    Parameters
+    ----------
+    loss
+        A loss of :mod:`pydml.losses` that takes ``ref_emb``.
+    embedding_size, memory_size
+        Width and number of the embeddings kept.
+    miner
+        Gives the pairs to use, as (embeddings, labels, memory, its labels) → tuple; None: all of them, without a tuple.
+        For Multi-Similarity's mining the losses' ``epsilon`` needs no list.
+
+    Examples
+    --------
+    >>> loss_fn = pydml.memory.CrossBatchMemory(pydml.losses.ContrastiveLoss(), embedding_size=16, memory_size=1024)
+    >>> embeddings = torch.randn(32, 16, requires_grad=True)
+    >>> loss_fn(embeddings, torch.arange(32) % 8).backward()
+    """
+
+    embedding_memory: Tensor
+    label_memory: Tensor
+
+    def __init__(self, loss: MetricLoss, embedding_size: int, memory_size: int = 1024, miner: Any = None) -> None:
+        super().__init__()
+        if not isinstance(loss, MetricLoss):
+            raise TypeError(f"loss: got {type(loss).__name__}, wanted a loss of pydml.losses")
+        if not loss.takes_ref or getattr(loss, "swap", False):
+            raise ValueError(f"loss: got {type(loss).__name__}, which takes no reference set; wanted one that does")
+        if miner is not None and (not loss.takes_tuple or loss.epsilon is not None):
+            raise ValueError(f"miner: got one, but {type(loss).__name__} selects its pairs by itself; wanted None")
+        self.loss, self.miner = loss, miner
+        self.embedding_size = checks.integer("embedding_size", embedding_size, least=1)
+        self.memory_size = checks.integer("memory_size", memory_size, least=1)
+        self.reset_queue()
+
+    def reset_queue(self) -> None:
+        """Forget everything."""
+        self.register_buffer("embedding_memory", torch.zeros(self.memory_size, self.embedding_size))
+        self.register_buffer("label_memory", torch.zeros(self.memory_size, dtype=torch.int64))
+        self.queue_idx, self.has_been_filled = 0, False
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.queue_idx, int(self.has_been_filled)])
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.queue_idx, self.has_been_filled = int(state[0]), bool(state[1])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        kept = state_dict.get(f"{prefix}embedding_memory")
+        if kept is not None:  # the queue has the dtype of the embeddings; loading must not round it
+            self.embedding_memory = self.embedding_memory.to(kept.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Indices | None = None,
+        enqueue_mask: Tensor | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Tensor:
+        """Enqueue a batch, then its loss against the memory.
+
+        Parameters
+        ----------
+        embeddings, labels
+            [B, d] and [B], B ≤ ``memory_size``.
+        indices_tuple
+            Further pairs (rows of the batch, rows of the memory) that count beside the others, as in PML.
+        enqueue_mask
+            [B] bool: these enter the memory, and the others are compared with it. Not beside ``indices_tuple``.
+        backend
+            As for the loss itself.
+        """
+        z = checks.embeddings("embeddings", embeddings)
+        y = checks.labels("labels", labels, z)
+        if z.shape[1] != self.embedding_size:
+            raise ValueError(f"embeddings: got width {z.shape[1]}, wanted embedding_size={self.embedding_size}")
+        kept_z, kept_y = z, y
+        if enqueue_mask is not None:
+            if indices_tuple is not None:
+                raise ValueError("enqueue_mask: got one beside indices_tuple, wanted only one of the two")
+            mask = _checked_mask(enqueue_mask, z)
+            kept_z, kept_y, z, y = z[mask], y[mask], z[~mask], y[~mask]
+        if len(kept_z) > self.memory_size:
+            raise ValueError(f"embeddings: got {len(kept_z)} to keep, wanted at most memory_size={self.memory_size}")
+        start = self.queue_idx
+        places = self._enqueue(kept_z.detach(), kept_y)
+        number = self.memory_size if self.has_been_filled else self.queue_idx
+        memory, memory_labels = self.embedding_memory[:number], self.label_memory[:number]
+        selves = places if enqueue_mask is None else None
+        listed = None
+        if self.miner is not None or indices_tuple is not None:
+            listed = self._listed(z, y, memory, memory_labels, selves, indices_tuple)
+        if listed is not None or selves is None or isinstance(self.loss, NCALoss):  # NCA sees copies too, as PML's does
+            loss: Tensor = self.loss(z, y, listed, memory, memory_labels, backend=backend)
+            return loss
+        given = self.loss._batch(z, y, None, memory, memory_labels)
+        batch = MemoryBatch(z, y, memory, memory_labels, None, given.view, given.normalize, start=start)
+        batch.backend = resolve(backend, z.device)
+        return self.loss.evaluate(batch)
+
+    def _enqueue(self, z: Tensor, labels: Tensor) -> Tensor:
+        """Write embeddings to the next places, the oldest ones; the places."""
+        self.embedding_memory = self.embedding_memory.to(z.device, z.dtype)
+        self.label_memory = self.label_memory.to(z.device)
+        places = torch.arange(self.queue_idx, self.queue_idx + len(z), device=z.device) % self.memory_size
+        self.embedding_memory[places] = z
+        self.label_memory[places] = labels
+        if self.queue_idx + len(z) >= self.memory_size:
+            self.has_been_filled = True
+        self.queue_idx = (self.queue_idx + len(z)) % self.memory_size
+        return places
+
+    def _listed(
+        self, z: Tensor, y: Tensor, memory: Tensor, labels: Tensor, selves: Tensor | None, more: Indices | None
+    ) -> Indices:
+        """The miner's pairs, or all, without those of an embedding and its copy; then those given beside them."""
+        if self.miner is not None:
+            found: Indices = self.miner(z, y, memory, labels)
+        else:
+            found = kernel("tiled", "mined")(z.detach(), memory, y, labels, None, "dot", True)
+        if selves is not None:
+            found = _without_selves(found, selves)
+        if more is None:
+            return found
+        sides = [Batch(z, y, memory, labels, tuple(part), "dot", True) for part in (found, more)]
+        if len(found) == 3 or len(more) == 3:  # triplets and pairs: PML makes the given ones like the others
+            given = sides[1].triplets if len(found) == 3 else sides[1].pairs
+            assert given is not None
+            more = tuple(given)
+        return tuple(torch.cat(both) for both in zip(found, more, strict=True))
+
+
+def _checked_mask(mask: Any, z: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != z.shape[:1]:
+        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"enqueue_mask: got {got}, wanted a bool tensor [{len(z)}]")
+    return mask.to(z.device)
+
+
+def _without_selves(found: Indices, selves: Tensor) -> Indices:
+    """A tuple without the pairs of a row and its own copy."""
+    a, p = found[:2]
+    other = p != selves[a]
+    if len(found) == 3:
+        return tuple(index[other] for index in found)
+    return a[other], p[other], *found[2:]  # a copy has the label of its row: it is no negative
+
+
+@dataclass
+class MemoryBatch(Batch):
+    """A batch against a memory that holds it, among others, from the place ``start`` on (and on from the first one)."""
+
+    start: int = 0
+
+    @property
+    def has_selves(self) -> bool:
+        return True
+
+    def self_columns(self) -> Tensor:
+        return (super().self_columns() + self.start) % self.size[1]
+
+    def _pieces(self) -> list[slice]:
+        """The memory without the batch: what stands before it and behind it, or between its two ends."""
+        number, total = self.size
+        end = self.start + number
+        pieces = [slice(0, self.start), slice(end, total)] if end <= total else [slice(end - total, self.start)]
+        return [piece for piece in pieces if piece.start < piece.stop]
+
+    def stats(
+        self,
+        policy: str,
+        params: list[float],
+        *,
+        epsilon: float | None = None,
+        row_field: Tensor | None = None,
+        col_field: Tensor | None = None,
+        listed: bool = True,
+    ) -> Tensor:
+        assert self.ref is not None and self.ref_labels is not None and col_field is None
+        selves = self.self_columns()
+        z, labels, params = self.embeddings, self.known_labels(), [float(p) for p in params]
+        options = row_field, None, policy, params, self.view, self.normalize
+        if epsilon is not None:  # thresholds are of the whole row: the engine that knows selves computes all of it
+            stats, *_ = among(z, self.ref, selves, "pair", labels, self.ref_labels, *options, epsilon, 1, 1.0)
+            return stats
+        stats, *_ = among(
+            z, self.ref[selves], torch.arange(len(z), device=z.device), "pair", labels, labels,
+            *options, None, 1, 1.0,
+        )  # fmt: skip
+        logs = torch.tensor([isinstance(slot, LogSumExp) for slot in POLICIES[policy].slots], device=z.device)
+        for piece in self._pieces():
+            part = pair_stats(
+                z, self.ref[piece], labels, self.ref_labels[piece], policy, params,
+                view=self.view, normalize=self.normalize, row_field=row_field, backend=self.backend,
+            )  # fmt: skip
+            stats = torch.where(logs, _logaddexp(stats, part), stats + part)
+        return stats
+
+    def histogram(self, nodes: int, low: float, high: float) -> tuple[Tensor, Tensor]:
+        assert self.ref is not None and self.ref_labels is not None
+        z, labels, options = self.embeddings, self.known_labels(), (nodes, low, high, self.view, self.normalize)
+        itself = torch.arange(len(z), device=z.device)
+        positives, negatives, _ = among(z, self.ref[self.self_columns()], itself, "histogram", labels, labels, *options)
+        for piece in self._pieces():
+            more = ops.histogram(z, self.ref[piece], labels, self.ref_labels[piece], *options, self.backend)
+            positives, negatives = positives + more[0], negatives + more[1]
+        return positives, negatives
+
+    def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
+        z, ref, *labels = self.matrix()
+        assert ref is not None
+        options = (mode, float(margin), swap, smooth, self.view, self.normalize)
+        total, above = among(z, ref, self.self_columns(), "triplet", *labels, *options)
+        return total, above
+
+    def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
+        options = (positive, negative, self.view, self.normalize)
+        p, n = kernel("tiled", "extremes")(*self.matrix(), *options, selves=self.self_columns())
+        return p, n
+
+    def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
+        options = (policy, [float(p) for p in params], k, side, self.view, self.normalize)
+        i, j = kernel("tiled", "topk")(*self.matrix(), *options, selves=self.self_columns())
+        return i, j
+
+
+def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """torch.logaddexp, whose gradient is NaN where both are -inf; there neither has a share."""
+    empty = torch.isneginf(a) & torch.isneginf(b)
+    zero = torch.zeros_like(a)
+    return torch.where(empty, -torch.inf, torch.logaddexp(torch.where(empty, zero, a), torch.where(empty, zero, b)))
