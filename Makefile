@@ -4,7 +4,8 @@ SANITIZE ?= address,undefined
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
-CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+STYLED := $(CPP) $(wildcard tests/cuda/*.h tests/cuda/*.cpp tests/cuda/*.cu)
 # What the sanitizer's own library is called: it must be loaded before Python.
 SANITIZER := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so)
 
@@ -15,7 +16,7 @@ help:  ## list the verbs
 
 build: build/extension.stamp  ## make .venv, install pydml into it and compile the extension
 
-test: build  ## run the whole test suite, slow tests included
+test: build .venv/cuda.stamp  ## run the whole test suite, slow tests included
 	@$(PY) -m pytest
 
 bench: build  ## run the benchmarks
@@ -29,12 +30,12 @@ lint: .venv/tools.stamp  ## check style and types
 	@$(PY) -m ruff check
 	@$(PY) -m ruff format --check
 	@$(PY) -m mypy --strict pydml
-	@.venv/bin/clang-format --dry-run --Werror $(CPP)
+	@.venv/bin/clang-format --dry-run --Werror $(STYLED)
 
 format: .venv/tools.stamp  ## rewrite the sources in the house style
 	@$(PY) -m ruff check --fix
 	@$(PY) -m ruff format
-	@.venv/bin/clang-format -i $(CPP)
+	@.venv/bin/clang-format -i $(STYLED)
 
 clean:  ## remove what was built, except .venv
 	@rm -rf build dist *.egg-info pydml/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -54,12 +55,19 @@ sanitize: .venv/install.stamp  ## run the tests marked sanitize on an instrument
 		$(CURDIR)/$(PY) -m pytest -s -m sanitize tests
 
 # torch comes first, by its pinned version, so that nothing else chooses one.
-.venv/tools.stamp: requirements/dev.txt requirements/constraints.txt
+.venv/tools.stamp: requirements/dev.txt requirements/train.txt requirements/constraints.txt
 	@test -x $(PY) || { echo "venv: creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "venv: installing torch"
 	@$(PIP) install -c requirements/constraints.txt torch==2.13.0
 	@echo "venv: installing the tools"
 	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) install --no-deps -r requirements/train.txt
+	@touch $@
+
+# The toolkit that the tests compile the CUDA kernels with; no GPU is needed.
+.venv/cuda.stamp: .venv/tools.stamp requirements/cuda.txt
+	@echo "venv: installing a CUDA toolkit"
+	@$(PIP) install --no-deps -r requirements/cuda.txt
 	@touch $@
 
 # Installed without the extension: the next rule compiles it, and recompiles only the files that changed.

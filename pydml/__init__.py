@@ -2,20 +2,24 @@
 
 import importlib.metadata
 
-from pydml import functional, losses, metrics, miners, samplers
-from pydml.backends import backends, use_backend
+from pydml import data, distributed, functional, losses, memory, metrics, miners, samplers
+from pydml.backends import backends, set_deterministic, use_backend
 from pydml.presets import preset, presets
 
 __version__ = importlib.metadata.version("pydml-kernels")
 __all__ = [
     "backends",
+    "data",
+    "distributed",
     "functional",
     "losses",
+    "memory",
     "metrics",
     "miners",
     "preset",
     "presets",
     "samplers",
+    "set_deterministic",
     "use_backend",
 ]
 

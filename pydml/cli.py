@@ -14,7 +14,13 @@ from pathlib import Path
 #: Name -> (help, module, function).
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "bench": ("time the losses against other implementations (source tree only)", "pydml.cli", "bench"),
+    "data": ("make a set of glyphs, or look at a dataset", "pydml.data.cli", "main"),
+    "embed": ("write the embeddings of a checkpoint as .npy", "pydml.train.commands", "embed"),
+    "eval": ("Recall@K, MAP@R and R-precision of a checkpoint", "pydml.train.commands", "evaluate_command"),
     "info": ("print versions, compile flags, CPU features, threads and backends", "pydml.info", "main"),
+    "report": ("figures of training runs, and one page of them", "pydml.report", "main"),
+    "selftest": ("check every backend against the reference, and time them", "pydml.selftest", "main"),
+    "train": ("train a retrieval model: logs, checkpoints, validation", "pydml.train.commands", "train"),
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pydml import roofline
 from pydml.functional import FUNCTIONS
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 from pydml.losses.base import REDUCERS
@@ -178,6 +179,7 @@ PARTS: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
     "README.md": {"losses": losses_short},
     "docs/losses.md": {"losses": losses_long},
     "docs/presets.md": {"presets": presets_table},
+    "docs/gpu.md": {"roofline": lambda: iter(roofline.table())},
 }
 
 

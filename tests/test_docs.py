@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pydml import cli, demo, tables
+from pydml import cli, tables
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/losses.md", "docs/presets.md")
@@ -79,20 +78,3 @@ def test_commands_that_a_document_names_exist(document: str) -> None:
         assert command in cli.COMMANDS
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert importlib.util.find_spec(module) is not None, module
-
-
-def test_demo_learns_and_says_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    assert demo.main(["--steps", "25"]) == 0
-    output = capsys.readouterr().out
-    before, after = (float(re.findall(rf"Recall@1 {when}.* ([\d.]+) %", output)[0]) for when in ("before", "after"))
-    assert after > before + 10
-    ours, plain = re.findall(r"loss ([\d.]+)$", output, re.MULTILINE)
-    assert float(ours) == pytest.approx(float(plain), abs=2e-6)
-    assert "ratio here and now" in output
-
-
-def test_demo_without_scikit_learn_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    assert demo.main([]) == 1
-    assert "needs scikit-learn" in capsys.readouterr().err
