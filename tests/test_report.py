@@ -132,7 +132,8 @@ def test_the_page_opens_in_a_browser(runs: list[Path], tmp_path: Path) -> None:
     count = "[...document.images].filter(i => i.naturalWidth > 300).length"
     probe = f"<script>onload = () => {{ document.title = 'pictures ' + {count} }}</script>"
     page.write_text(page.read_text(encoding="utf-8").replace("</body>", probe + "</body>"), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={tmp_path / 'profile'}"]
     dom = subprocess.run(
         [browser, *flags, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
     )
