@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import pydml.miners
 from pydml import metrics
 from pydml.data import base as data_base
-from pydml.distributed import ShardedLoss
+from pydml.distributed import ShardedLoss, ShardedMiner
 from pydml.memory import CrossBatchMemory
 from pydml.samplers import CategorySampler, MPerClassSampler
 from pydml.train import checkpoint, models, optim, snapshot, transforms
@@ -95,8 +95,6 @@ class Trainer:
         self.channels = transforms.to_tensor(self.train_set.load(0)).shape[0]
         self.model = (models.build(config, self.channels) if model is None else model).to(self.device)
         self.miner = None if config.miner is None else getattr(pydml.miners, config.miner)(**config.miner_args)
-        if self.miner is not None and self.world_size > 1:
-            raise ValueError(f"miner: got {config.miner!r} on {self.world_size} ranks, wanted one rank or no miner")
         self.loss = (self._build_loss() if loss is None else loss).to(self.device)
         self.optimizer = optim.build(config, self.model, self.loss)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == "fp16")
@@ -113,6 +111,7 @@ class Trainer:
             )
             sharded: Any = self.loss
             self.criterion = ShardedLoss(sharded, mode="gather", ddp=True)
+            self.miner = None if self.miner is None else ShardedMiner(self.miner)
         seed_all(config.seed, 1 + self.rank)  # dropout differs between ranks
         self.epoch = self.batch = self.steps = self.images_seen = self.logged = 0
         self.epoch_loss = 0.0
