@@ -380,6 +380,19 @@ def test_system_fonts_are_added_to_those_given(tmp_path: Path, monkeypatch: pyte
     assert glyphs([tmp_path / "given"], system=True).about["faces"] == ["f0", "f1", "f2", "s"]
 
 
+def test_an_empty_folder_of_the_system_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fonts.sys, "platform", "linux")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    (tmp_path / ".fonts").mkdir()
+    (tmp_path / "data").mkdir()
+    made_fonts(tmp_path / "data" / "fonts", faces=3)
+    found = fonts.system_folders()
+    assert tmp_path / "data" / "fonts" in found and tmp_path / ".fonts" not in found
+
+
 def test_glyphs_can_be_opened_by_name_unless_there_is_such_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def matplotlib_fonts() -> list[Path]:
 
 
 def system_folders() -> list[Path]:
-    """Where this system keeps its fonts."""
+    """Where this system keeps its fonts: those of the usual folders that hold any."""
     home = Path.home()
     if sys.platform == "darwin":
         folders = [Path("/System/Library/Fonts"), Path("/Library/Fonts"), home / "Library/Fonts"]
@@ -68,7 +68,7 @@ def system_folders() -> list[Path]:
     else:
         data = Path(os.environ.get("XDG_DATA_HOME", home / ".local/share"))
         folders = [Path("/usr/share/fonts"), Path("/usr/local/share/fonts"), data / "fonts", home / ".fonts"]
-    return [folder for folder in folders if folder.is_dir()]
+    return [folder for folder in folders if _inside(folder)]
 
 
 def find_fonts(sources: Iterable[str | Path]) -> list[Path]:
@@ -76,7 +76,7 @@ def find_fonts(sources: Iterable[str | Path]) -> list[Path]:
     found: set[Path] = set()
     for source in map(Path, sources):
         if source.is_dir():
-            inside = {path for path in source.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()}
+            inside = _inside(source)
             if not inside:
                 raise FileNotFoundError(f"fonts: got {source}, wanted a folder with fonts ({', '.join(SUFFIXES)})")
             found |= inside
@@ -85,6 +85,10 @@ def find_fonts(sources: Iterable[str | Path]) -> list[Path]:
         else:
             raise FileNotFoundError(f"fonts: got {source}, wanted an existing folder or font file")
     return sorted(found, key=lambda path: (path.name, path))
+
+
+def _inside(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()}
 
 
 def open_faces(paths: Sequence[Path]) -> tuple[list[Face], dict[str, str]]:
