@@ -7,6 +7,7 @@ ranks, nor on the size of the micro-batches, nor on whether the run was stopped 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import signal
 import struct
@@ -90,24 +91,18 @@ def _quiet_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-class _Parts:
+def _parts(sampler: Any, start: tuple[int, int], epochs: int, rank: int, world_size: int, size: int) -> Iterator[Part]:
     """The parts of all batches from a place in the run to its end."""
-
-    def __init__(self, sampler: Any, start: tuple[int, int], epochs: int, ranks: tuple[int, int], size: int) -> None:
-        self.sampler, self.start, self.epochs, self.size = sampler, start, epochs, size
-        self.rank, self.world_size = ranks
-
-    def __iter__(self) -> Iterator[Part]:
-        epoch, batch = self.start
-        while epoch < self.epochs:
-            whole = self.sampler.global_batch(epoch, batch)
-            share = len(whole) // self.world_size
-            for start in range(self.rank * share, (self.rank + 1) * share, self.size):
-                stop = min(start + self.size, (self.rank + 1) * share)
-                yield Part(epoch, batch, start, tuple(whole[start:stop].tolist()))
-            batch += 1
-            if batch == self.sampler.batches:
-                epoch, batch = epoch + 1, 0
+    epoch, batch = start
+    while epoch < epochs:
+        whole = sampler.global_batch(epoch, batch)
+        share = len(whole) // world_size
+        for begin in range(rank * share, (rank + 1) * share, size):
+            stop = min(begin + size, (rank + 1) * share)
+            yield Part(epoch, batch, begin, tuple(whole[begin:stop].tolist()))
+        batch += 1
+        if batch == sampler.batches:
+            epoch, batch = epoch + 1, 0
 
 
 def stream(
@@ -131,9 +126,8 @@ def stream(
     """
     share = sampler.batch_size // world_size
     size = min(micro_batch or CHUNK, share)
-    parts = _Parts(sampler, start, epochs, (rank, world_size), size)
-    loaded = load(images, parts, workers)
-    keys = iter(parts)
+    asked, keys = itertools.tee(_parts(sampler, start, epochs, rank, world_size, size))  # drawn once: it takes a while
+    loaded = load(images, asked, workers)
     for _ in range(start[0] * sampler.batches + start[1], epochs * sampler.batches):
         batch: list[Tensor] = []
         indices: list[int] = []
