@@ -78,34 +78,42 @@ def extension():
     class OptionalBuild(BuildExtension):
         def get_ext_filename(self, name):
             # On torch's stable ABI and without Python's, so no version of either is in its name.
-            return "pydml/_cuda.so" if name.split(".")[-1] == "_cuda" else super().get_ext_filename(name)
-
-        def build_extension(self, ext):
-            if ext.name != CUDA_LIBRARY:
-                super().build_extension(ext)
-                return
-            output = Path(self.get_ext_fullpath(ext.name))
-            try:
-                nvcc.build_library(
-                    nvcc.toolkit(), output, ROOT / "build" / "cuda" / "nvcc", int(os.environ["MAX_JOBS"])
-                )
-            except RuntimeError as error:
-                if os.environ.get("PYDML_CUDA") == "1":
-                    raise
-                print(f"WARNING: pydml's CUDA library was not built: {error}", file=sys.stderr)
-                output.unlink(missing_ok=True)
-                self.extensions.remove(ext)
+            parts = name.split(".")
+            return f"{os.path.join(*parts)}.so" if parts[-1] == "_cuda" else super().get_ext_filename(name)
 
         def build_extensions(self):
+            cuda = [ext for ext in self.extensions if ext.name == CUDA_LIBRARY]
+            self.extensions = [ext for ext in self.extensions if ext.name != CUDA_LIBRARY]
             try:
                 super().build_extensions()
             except Exception as error:  # torch, ninja and setuptools each raise their own
                 give_up(error)
-                # A library left from an earlier build must not be taken for this one.
-                for root in [self.build_lib] + ["."] * self.editable_mode:
-                    for ext in self.extensions:
-                        Path(root, self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+                for ext in self.extensions:
+                    self.remove(ext.name)
                 self.extensions = []
+            self.remove(CUDA_LIBRARY)
+            for ext in cuda:
+                self.build_cuda(ext)
+
+        def build_cuda(self, ext):
+            output, folder = Path(self.get_ext_fullpath(ext.name)), ROOT / "build" / "cuda" / "nvcc"
+            try:
+                nvcc.build_library(nvcc.toolkit(), output, folder, int(os.environ["MAX_JOBS"]))
+            except (RuntimeError, OSError) as error:
+                if os.environ.get("PYDML_CUDA") == "1":
+                    raise
+                print(f"WARNING: pydml's CUDA library was not built: {error}", file=sys.stderr)
+            else:
+                self.extensions.append(ext)
+
+        def remove(self, name):
+            """A library left from an earlier build must not be taken for this one."""
+            for root in [self.build_lib] + ["."] * (self.in_place or self.editable_mode):
+                Path(root, self.get_ext_filename(name)).unlink(missing_ok=True)
+
+        def run(self):
+            self.in_place = bool(self.inplace)  # setuptools builds elsewhere, and copies afterwards
+            super().run()
 
     os.environ.setdefault("MAX_JOBS", "2")
     # torch looks for ninja on PATH, where pip does not put this environment's scripts.

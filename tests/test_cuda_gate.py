@@ -1,16 +1,18 @@
 """The CUDA kernels compiled for real architectures, without a GPU: no warning, no spill, the instructions meant, and a
-library that loads silently. What a machine without a GPU cannot tell is on docs/gpu-cuda.md.
+library, built by setup.py, that loads silently. What a machine without a GPU cannot tell is on docs/gpu-cuda.md.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 import gate
@@ -69,18 +71,73 @@ def test_table_of_kernels_is_up_to_date() -> None:
             assert abs(int(a.split()[0]) - int(b.split()[0])) <= 16, f"{has[:2]}: run python tests/cuda/gate.py"
 
 
+# The library as setup.py builds it
+
+
+def build(folder: Path, **setting: str) -> subprocess.CompletedProcess[str]:
+    """``setup.py build`` into a folder, from the objects that the tests above have looked at."""
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", str(folder)]
+    environment = os.environ | {"PYDML_CUDA": "1", "PYDML_REQUIRE_EXT": "1"} | setting
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=gate.ROOT)
+
+
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real library, from the objects that the tests above have looked at."""
-    path = tmp_path_factory.mktemp("cuda") / "_cuda.so"
-    nvcc.build_library(gate.toolkit(), path, gate.OBJECTS)
-    return path
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package and both of its libraries."""
+    gate.objects()
+    folder = tmp_path_factory.mktemp("built")
+    done = build(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(folder.glob("pydml/_C.*.so"))) == 1
+    return folder
 
 
-def test_library_loads_silently_without_a_gpu(library: Path) -> None:
+@pytest.fixture(scope="module")
+def library(built: Path) -> Path:
+    return built / "pydml" / "_cuda.so"
+
+
+def fresh(built: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new process that has the built package."""
+    environment = os.environ | {"PYTHONPATH": str(built)}
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=built)
+
+
+def test_library_loads_silently_without_a_gpu(built: Path, library: Path) -> None:
     code = f"import torch; torch.ops.load_library({str(library)!r}); print(len(dir(torch.ops.pydml_cuda)) > 0)"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    done = fresh(built, code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so the backend can be used")
+def test_without_a_gpu_the_reason_is_given_and_the_rest_works(built: Path) -> None:
+    code = """
+import torch, pydml
+from pydml import cli
+print(pydml.__file__)
+cli.main(["info"])
+batch = torch.eye(4), torch.tensor([0, 0, 1, 1])
+loss = pydml.losses.NCALoss()
+assert loss(*batch).isfinite()
+loss(*batch, backend="cuda")
+"""
+    done = fresh(built, code)
+    reason = "torch sees no GPU here" if torch.version.cuda else f"torch {torch.__version__} was built without CUDA"
+    first, *rest = done.stdout.splitlines()
+    assert Path(first).parent == built / "pydml"
+    assert f"not available: {reason}" in next(line for line in rest if line.split()[:1] == ["cuda"])
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"RuntimeError: backend: 'cuda' is not available here: {reason}\n")
+
+
+def test_a_library_that_was_insisted_on_and_fails_is_an_error(tmp_path: Path) -> None:
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "bin").mkdir(parents=True)
+    (toolkit / "bin" / "nvcc").symlink_to(shutil.which("false") or "/bin/false")
+    done = build(tmp_path / "built", CUDA_HOME=str(toolkit))
+    assert done.returncode != 0
+    assert "failed with status 1" in done.stderr
 
 
 def test_library_asks_for_nothing_but_torch_and_the_system(library: Path) -> None:

@@ -77,6 +77,8 @@ def kernels(emulated: bool) -> dict[str, Kernel]:
         found = Path(__file__).parents[1] / "_cuda.so"
         if not found.exists():
             raise ImportError("pydml was built without the CUDA kernels")
+        if torch.version.cuda is None:
+            raise ImportError(f"torch {torch.__version__} was built without CUDA")
         if not torch.cuda.is_available():
             raise ImportError("torch sees no GPU here")
         path = str(found)
