@@ -2,8 +2,8 @@
 
 Every loss, miner and ranking in every number format on every backend that is there, against the textbook formula on the
 whole matrix in fp64; then two runs bit for bit, and on a GPU without host synchronisation, inside a CUDA graph, on a
-side stream and on a second GPU; then time and memory beside plain PyTorch. Prints tables and a line to paste into a
-report; the exit status says whether all is well.
+side stream and on a second GPU; then time and memory beside plain PyTorch, and beside the time on paper of GPUs that
+pydml.roofline knows. Prints tables and a line to paste into a report; the exit status says whether all is well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 import pydml
+from pydml import roofline
 from pydml.backends import resolve
+from pydml.cuda.matrix import DEPTH
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 
 Results = dict[str, Tensor]
@@ -83,8 +85,11 @@ def _module(name: str, z: Tensor, arguments: Mapping[str, Any]) -> MetricLoss:
 def _loss(name: str, arguments: Mapping[str, Any] | None = None, columns: str = "") -> Callable[..., Results]:
     """Loss and gradients; ``columns``: a reference set, or a list of pairs, in place of the batch itself."""
 
+    modules: dict[Any, MetricLoss] = {}  # made once: a copy to the GPU has no place in a CUDA graph
+
     def run(z: Tensor, labels: Tensor, backend: str) -> Results:
-        loss_fn = _module(name, z, arguments or {})
+        kind = z.device, z.dtype, z.shape[1]
+        loss_fn = modules[kind] = modules.get(kind) or _module(name, z, arguments or {})
         rows = z.detach().clone().requires_grad_()
         leaves, more = {"embeddings": rows, **dict(loss_fn.named_parameters())}, {}
         if columns == "reference":
@@ -214,6 +219,14 @@ class Row:
             self.failures.append(f"{name}: {text}")
 
 
+#: The GPU beside the one that is examined, and the edge of the matrices that keep a stream busy.
+SECOND_GPU, BUSY = torch.device("cuda", 1), 2048
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def _without_sync(case: Case, z: Tensor, labels: Tensor, backend: str) -> bool:
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -241,7 +254,7 @@ def _captured(case: Case, z: Tensor, labels: Tensor, backend: str) -> bool:
 
 def _on_side_stream(case: Case, z: Tensor, labels: Tensor, backend: str, want: Results) -> bool:
     """On a stream of its own, while the default stream is busy with other work on the same memory pool."""
-    busy = torch.randn(2048, 2048, device=z.device)
+    busy = torch.randn(BUSY, BUSY, device=z.device)
     stream = torch.cuda.Stream(z.device)
     stream.wait_stream(torch.cuda.current_stream(z.device))
     with torch.cuda.stream(stream):
@@ -254,7 +267,7 @@ def _on_side_stream(case: Case, z: Tensor, labels: Tensor, backend: str, want: R
 
 def _on_second_gpu(case: Case, z: Tensor, labels: Tensor, backend: str, want: Results) -> bool:
     """On the other GPU while the first is the current one."""
-    return _same(case.run(z.to("cuda:1"), labels.to("cuda:1"), backend), want)
+    return _same(case.run(z.to(SECOND_GPU), labels.to(SECOND_GPU), backend), want)
 
 
 def examine(case: Case, backend: str, formats: Sequence[str], z: Tensor, labels: Tensor) -> Row:
@@ -287,7 +300,7 @@ def examine(case: Case, backend: str, formats: Sequence[str], z: Tensor, labels:
     name = "fp32" if "fp32" in results else next(iter(results))
     given, want = z.to(FORMATS[name].dtype), results[name]
     with _precision(FORMATS[name].precision):
-        if z.is_cuda:
+        if _is_gpu(z.device):
             if case.on_device:
                 row.check("no sync", lambda: _without_sync(case, given, labels, backend))
                 row.check("graph", lambda: _captured(case, given, labels, backend))
@@ -332,13 +345,13 @@ def _measure(step: Callable[[], None], device: torch.device, seconds: float) -> 
     def timed() -> float:
         began = time.perf_counter()
         step()
-        if device.type == "cuda":
+        if _is_gpu(device):
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
     timed()
     memory = None
-    if device.type == "cuda":
+    if _is_gpu(device):
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         timed()
@@ -349,12 +362,39 @@ def _measure(step: Callable[[], None], device: torch.device, seconds: float) -> 
     return 1000 * median(times), memory
 
 
+#: What pydml.roofline calls the way of a backend.
+ON_PAPER = {
+    "dense": "chunked cuBLAS and PyTorch, both",
+    "triton": "pair, both",
+    "cuda": "pair, both",
+}
+
+
+def predicted(device_name: str, backend: str, n: int, dim: int, number_format: str) -> float | None:
+    """ms on paper of forward and backward, from the vendor's peaks; None for GPUs and backends that are not known.
+
+    >>> round(predicted("NVIDIA H100 80GB HBM3", "triton", 4096, 512, "bf16"), 3)
+    0.069
+    """
+    gpu = next((gpu for gpu in roofline.GPUS if gpu.name in device_name), None)
+    if gpu is None or backend not in ON_PAPER:
+        return None
+    ordinary = number_format == "fp32"
+    # Columns of the gradient that a block owns: the fewer, the more often a tile is made again.
+    gpu = replace(gpu, chunk=DEPTH if backend == "cuda" or ordinary else gpu.chunk)
+    cost = next(cost for cost in roofline.costs(dim, gpu) if cost.name == ON_PAPER[backend])
+    if ordinary:  # products are made by ordinary cores
+        cost = replace(cost, products=0.0, instructions=cost.instructions + cost.products * dim)
+    return 1000 * cost.seconds(n, dim, gpu)
+
+
 def speed(device: torch.device, backends: Sequence[str], sizes: Sequence[tuple[int, int]], compiled: bool) -> list[str]:
-    """Lines of a table: Multi-Similarity with mining, forward and backward, beside plain PyTorch."""
-    lines = [f"{'ms, mined':<16}{'n':>7}{'d':>6}{'dtype':>7}{'ms':>10}{'MiB':>9}{'x dense':>9}"]
+    """Lines of a table: Multi-Similarity with mining, forward and backward, beside plain PyTorch and time on paper."""
+    name_of_gpu = torch.cuda.get_device_name(device) if _is_gpu(device) else ""
+    lines = [f"{'ms, mined':<16}{'n':>7}{'d':>6}{'dtype':>7}{'ms':>10}{'on paper':>10}{'MiB':>9}{'x dense':>9}"]
     for n, dim in sizes:
         z, labels = batch(n, dim, device)
-        for name in ("fp32", "bf16") if device.type == "cuda" else ("fp32",):
+        for name in ("fp32", "bf16") if _is_gpu(device) else ("fp32",):
             given = z.to(FORMATS[name].dtype)
             peers = {"dense": _mined_loss("dense")} | {backend: _mined_loss(backend) for backend in backends}
             if compiled:
@@ -369,12 +409,14 @@ def speed(device: torch.device, backends: Sequence[str], sizes: Sequence[tuple[i
                 dense = ms if peer == "dense" else dense
                 times = f"{dense / ms:>9.2f}" if dense else f"{'–':>9}"
                 memory = f"{'–':>9}" if mib is None else f"{mib:>9.1f}"
-                lines.append(f"{peer:<16}{n:>7}{dim:>6}{name:>7}{ms:>10.3f}{memory}{times}")
+                bound = predicted(name_of_gpu, peer, n, dim, name)
+                paper = f"{'–':>10}" if bound is None else f"{bound:>10.3f}"
+                lines.append(f"{peer:<16}{n:>7}{dim:>6}{name:>7}{ms:>10.3f}{paper}{memory}{times}")
     return lines
 
 
 def _machine(device: torch.device) -> str:
-    if device.type != "cuda":
+    if not _is_gpu(device):
         return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}), {torch.cuda.device_count()} GPU(s)"
