@@ -1,4 +1,4 @@
-// The launchers as torch ops, on torch's stable ABI: one library for every build of torch from 2.13 on. pydml/cuda.py
+// The launchers as torch ops, on torch's stable ABI: one library for every build of torch from 2.13 on. pydml/cuda/
 // allocates what they fill. The same source binds the real library, for GPU tensors, and the emulated one, for CPU
 // tensors.
 #include <torch/csrc/stable/accelerator.h>
@@ -65,7 +65,7 @@ Rows rows(const Tensors& t, size_t first, int64_t n, int64_t pool) {
   return {x.const_data_ptr(), numbers, numbers + places, numbers + 2 * places, in<int64_t>(index), int(n), int(pool)};
 }
 
-// tensors: x, numbers [3, places], index of own and of other, range, trouble; shape as pydml/cuda.py packs it.
+// tensors: x, numbers [3, places], index of own and of other, range, trouble; shape as pydml/cuda/ packs it.
 Matrix matrix(const Tensors& t, const Ints& shape, double sharpness) {
   STD_TORCH_CHECK(t.size() == 8 && shape.size() == 9, "pydml: a matrix is 8 tensors and 9 numbers");
   Matrix m = {};
@@ -212,18 +212,24 @@ void sample(const Tensors& tensors, const Ints& shape, double sharpness, const T
   check(launch_sample(matrix(tensors, shape, sharpness), a, queue.stream()), "sample");
 }
 
+// list: how many, pairs, their losses; before, needed: only for equals of the threshold.
 void topk(const Tensors& tensors, const Ints& shape, double sharpness, int64_t policy, const Floats& parameters,
-          bool positives, bool negatives, int64_t stage, const Tensor& found, const Tensor& counts, const Tensor& ties,
-          const OptionalTensor& quota, const Tensors& lists) {
+          bool positives, bool negatives, int64_t stage, const Tensor& run, const Tensor& found,
+          const OptionalTensor& counts, const Tensors& list, const OptionalTensor& ties, const OptionalTensor& before,
+          const OptionalTensor& needed) {
   const Queue queue(found);
   TopkArguments a = {};
   set_policy(a, policy, parameters);
   a.positives = positives, a.negatives = negatives, a.stage = int(stage);
-  a.found = in<int64_t>(found), a.counts = out<unsigned long long>(counts), a.ties = out<int64_t>(ties);
-  a.quota = in<int64_t>(quota);
-  if (lists.size() == 5) {
-    a.listed = out<unsigned long long>(lists[0]), a.above = out<int64_t>(lists[1]), a.losses = out<float>(lists[2]);
-    a.equal = out<int64_t>(lists[3]), a.edge = out<int64_t>(lists[4]);
+  a.run = in<int>(run), a.found = in<int64_t>(found);
+  if (counts) a.counts = out<unsigned long long>(*counts);
+  if (ties) a.ties = out<unsigned long long>(*ties);
+  a.before = in<int64_t>(before), a.needed = in<int64_t>(needed);
+  if (list.size() == 3) {
+    a.room = list[1].size(0);
+    a.listed = out<unsigned long long>(list[0]), a.pairs = out<int64_t>(list[1]), a.losses = out<float>(list[2]);
+  } else if (list.size() == 1) {
+    a.losses = out<float>(list[0]);
   }
   check(launch_topk(matrix(tensors, shape, sharpness), a, queue.stream()), "topk");
 }
@@ -235,26 +241,34 @@ void rank(const Tensors& tensors, const Ints& shape, double sharpness, const Ten
   check(launch_rank(matrix(tensors, shape, sharpness), a, queue.stream()), "rank");
 }
 
-void triplet(const Tensors& tensors, const Ints& shape, double sharpness, int64_t stage, double margin, bool smooth,
-             const Tensor& value, const Tensor& prefix, const Tensor& result) {
-  const Queue queue(value);
+// tables: rising, pushed and negative [anchors, width] of a window; none where sums are wanted.
+void triplet(const Tensors& tensors, const Ints& shape, double sharpness, bool semihard, bool smooth, double margin,
+             int64_t window, const Tensors& tables, const OptionalTensor& sums) {
+  const Queue queue(tensors[0]);
   TripletArguments a = {};
-  a.stage = int(stage), a.margin = float(margin), a.smooth = smooth, a.most = int(value.size(1));
-  a.value = in<float>(value), a.prefix = in<float>(prefix);
-  a.list = a.sums = out<float>(result);  // one of them, by the stage
-  a.counts = out<int>(result), a.best = out<long long>(result);
+  a.semihard = semihard, a.smooth = smooth, a.margin = float(margin), a.window = int(window);
+  STD_TORCH_CHECK(tables.size() == (sums ? 0 : 3), "pydml: triplet fills three tables, or sums");
+  if (sums) {
+    a.sums = out<float>(*sums);
+  } else {
+    a.width = int(tables[0].size(1));
+    a.rising = out<float>(tables[0]), a.pushed = out<float>(tables[1]), a.negative = out<int>(tables[2]);
+  }
   check(launch_triplet(matrix(tensors, shape, sharpness), a, queue.stream()), "triplet");
 }
 
-void triplet_backward(const Tensors& tensors, const Ints& shape, double sharpness, double margin, bool smooth,
-                      bool own_anchors, bool other_anchors, const Tensor& range, const Tensor& value,
-                      const Tensor& pushed, const Tensor& grad, const Tensor& parts) {
-  const Queue queue(value);
+void triplet_backward(const Tensors& tensors, const Ints& shape, double sharpness, bool semihard, bool smooth,
+                      double margin, int64_t window, bool own_anchors, bool other_anchors, const Tensor& range,
+                      const Tensor& longest, const Tensors& tables, const Tensor& grad, const Tensor& parts) {
+  const Queue queue(parts);
+  STD_TORCH_CHECK(tables.size() == 3, "pydml: triplet_backward takes three tables");
   TripletBackwardArguments a = {};
-  a.margin = float(margin), a.smooth = smooth, a.own_anchors = own_anchors, a.other_anchors = other_anchors;
-  a.most = int(value.size(1)), a.range = in<int>(range);
-  a.value = in<float>(value), a.pushed = in<float>(pushed), a.grad = in<float>(grad);
-  a.parts = out<float>(parts);
+  a.semihard = semihard, a.smooth = smooth, a.margin = float(margin);
+  a.own_anchors = own_anchors, a.other_anchors = other_anchors;
+  a.window = int(window), a.width = int(tables[0].size(1));
+  a.range = in<int>(range), a.longest = in<int>(longest);
+  a.rising = in<float>(tables[0]), a.pushed = in<float>(tables[1]), a.negative = in<int>(tables[2]);
+  a.grad = in<float>(grad), a.parts = out<float>(parts);
   check(launch_triplet_backward(matrix(tensors, shape, sharpness), a, queue.stream()), "triplet_backward");
 }
 
@@ -287,13 +301,13 @@ void define(Library& m) {
                "Tensor seed, float cutoff, float nonzero_loss_cutoff, Tensor(a!) values, Tensor(b!) columns, "
                "Tensor(c!) drawn");
   PYDML_DEFINE(topk,
-               "int policy, float[] parameters, bool positives, bool negatives, int stage, Tensor found, "
-               "Tensor(a!) counts, Tensor(b!) ties, Tensor? quota, Tensor(c!)[] lists");
+               "int policy, float[] parameters, bool positives, bool negatives, int stage, Tensor run, Tensor found, "
+               "Tensor(a!)? counts, Tensor(b!)[] list, Tensor(c!)? ties, Tensor? before, Tensor? needed");
   PYDML_DEFINE(rank, "Tensor(a!) number, Tensor(b!) above, Tensor(c!) hits, Tensor(d!) precision");
-  PYDML_DEFINE(triplet, "int stage, float margin, bool smooth, Tensor value, Tensor prefix, Tensor(a!) result");
+  PYDML_DEFINE(triplet, "bool semihard, bool smooth, float margin, int window, Tensor(a!)[] tables, Tensor(b!)? sums");
   PYDML_DEFINE(triplet_backward,
-               "float margin, bool smooth, bool own_anchors, bool other_anchors, Tensor range, Tensor value, "
-               "Tensor pushed, Tensor grad, Tensor(a!) parts");
+               "bool semihard, bool smooth, float margin, int window, bool own_anchors, bool other_anchors, "
+               "Tensor range, Tensor longest, Tensor[] tables, Tensor grad, Tensor(a!) parts");
 #undef PYDML_DEFINE
 }
 

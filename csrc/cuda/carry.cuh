@@ -185,9 +185,11 @@ __device__ __forceinline__ void wait_for_slab() {
   __syncthreads();
 }
 
-// Engine::weigh(tile) turns every u of a tile into dL/du.
+// Engine::weigh(tile) turns every u of a tile into dL/du; idle() says that there is nothing to do, adds() that parts
+// hold what an earlier launch has found.
 template <class M, class Engine>
 __global__ void __launch_bounds__(kThreads, 2) carry(const Matrix m, const Engine engine, float* parts) {
+  if (engine.idle()) return;
   SharedPieces pieces;
   char* const arena = pieces.take<char>(kArena);
   float* const tile = reinterpret_cast<float*>(arena);
@@ -250,7 +252,8 @@ __global__ void __launch_bounds__(kThreads, 2) carry(const Matrix m, const Engin
     if (column0 + column >= m.d || m.own.index[place] < 0) return;
     if (distance) g += (pulls[r] + pulls[kTile + r]) * entry<M>(m, m.own, place, column0 + column);
     const int64_t places = int64_t(gridDim.x) * kTile;
-    parts[(int64_t(blockIdx.y) * places + place) * m.d + column0 + column] = g;
+    float& to = parts[(int64_t(blockIdx.y) * places + place) * m.d + column0 + column];
+    to = engine.adds() ? to + g : g;
   });
 }
 

@@ -33,6 +33,7 @@ struct HistogramSweep {
 
   struct State {};
 
+  static PYDML_HD bool idle() { return false; }
   PYDML_HD int window() const { return nodes.count < kWindow ? nodes.count : kWindow; }
   PYDML_HD size_t bytes() const { return size_t(kTile) * window() * sizeof(unsigned); }
 
@@ -75,6 +76,8 @@ struct HistogramWeights {
   Nodes nodes;
   const float *own, *other;  // [2, n, nodes-1] of positives and of negatives, or null where there are no anchors
 
+  static PYDML_HD bool idle() { return false; }
+  static PYDML_HD bool adds() { return false; }
   __device__ __forceinline__ void weigh(const WeightTile& tile) const {
     tile.each([&](int i, int j, bool same, float u) {
       float share, w = 0;

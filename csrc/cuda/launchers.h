@@ -118,20 +118,22 @@ struct SampleArguments {
 };
 int launch_sample(const Matrix& m, const SampleArguments& a, void* stream);
 
-// topk.cu: one stage of the search.
+// topk.cu: one stage of the search. Of a symmetric matrix every pair is looked at once, and is row·columns + column of
+// the smaller index first.
 struct TopkArguments {
   int policy;
   float parameters[5];
-  bool positives, negatives;   // whom to look at
-  int stage;                   // 0, 1, 2: count digits; 3: count ties; 4: list pairs
-  const int64_t* found;        // [1] the digits of the k-th largest loss that are known
-  unsigned long long* counts;  // [2048] pairs by their next digit, zeros before
-  int64_t* ties;               // stage 3: [splits·2, own.n] gets pairs equal to the k-th; stage 4: [own.n] their number
-  const int64_t* quota;        // [own.n] how many of them are wanted
-  unsigned long long* listed;  // [2] lengths of above and equal, zeros before
-  int64_t *above, *equal;  // [k] row·columns + column of pairs above the k-th, and of rows whose ties are all wanted
-  float* losses;           // [k] of pairs above
-  int64_t* edge;           // [other.n] pairs of the row of whose ties only some are wanted
+  bool positives, negatives;       // whom to look at
+  int stage;                       // 0, 1, 2: count digits; 3: list pairs above; 4: list equals; 5: all losses
+  const int* run;                  // [1] 0: do nothing
+  const int64_t* found;            // [1] the digits of the k-th largest loss that are known; 3, 4: the threshold
+  unsigned long long* counts;      // [2048] pairs by their next digit, zeros before
+  int64_t room;                    // 3, 4: pairs that the list can hold
+  unsigned long long* listed;      // [1] pairs that would be in it, 0 before
+  int64_t* pairs;                  // [room]
+  float* losses;                   // [room]; 5: [own.n, other.n], -inf where a pair is not looked at
+  unsigned long long* ties;        // 3: [rows of z] gets how many of its pairs equal the threshold, zeros before
+  const int64_t *before, *needed;  // 4: [rows of z] how many equals the rows before it have; [1] how many are wanted
 };
 int launch_topk(const Matrix& m, const TopkArguments& a, void* stream);
 
@@ -143,28 +145,26 @@ struct RankArguments {
 };
 int launch_rank(const Matrix& m, const RankArguments& a, void* stream);
 
-// triplet.cu: one stage. Rows have at most `most` positives.
+// triplet.cu: what the triplets of each anchor add up to, or tables of a window of its positives, for the gradient.
 struct TripletArguments {
-  int stage;  // 0: list positives; 1: sum losses; 2: count thresholds passed; 3: sum slopes; 4: best negative below
+  bool semihard, smooth;
   float margin;
-  bool smooth;
-  int most;
-  const float* value;   // [own.n, most] u of positives, rising, +inf beyond the last
-  const float* prefix;  // [own.n, most+1] sums of the first of them
-  float* list;          // stage 0: [own.n, most] gets u of positives, in the order of columns
-  float* sums;          // stage 1: [splits·2, own.n, 2] losses and how many are above 0; 3: [splits, own.n, most]
-  int* counts;          // stage 2: [splits, own.n, most+1] negatives by the number of positives they violate
-  long long* best;      // stage 4: [splits, own.n, most+1] the most similar by the number of positives not above it
+  float* sums;        // [splits·2, own.n, 2] losses and how many are above 0; semi-hard: splits is 1
+  int window, width;  // tables of positives window … window+width-1 of each anchor's class, itself among them; 0: sums
+  float* rising;      // [own.n, width] their u, rising in each chunk of 32, +inf where there is none
+  float* pushed;      // [own.n, width] Σ of their triplets' slopes, in the order of columns
+  int* negative;      // [own.n, width] semi-hard: their negatives, -1 where there is none
 };
 int launch_triplet(const Matrix& m, const TripletArguments& a, void* stream);
 
 struct TripletBackwardArguments {
+  bool semihard, smooth, own_anchors, other_anchors;
   float margin;
-  bool smooth, own_anchors, other_anchors;
-  int most;
-  const int* range;                    // [anchors, 2] columns of the same class
-  const float *value, *pushed, *grad;  // [anchors, most] sorted, [anchors, most] by column: Σ of slopes; [anchors]
-  float* parts;                        // [splits, places of own, d]
+  int window, width;
+  const int *range, *longest;           // [anchors, 2] columns of the same class; [1] the most columns of any
+  const float *rising, *pushed, *grad;  // [anchors, width], [anchors, width], [anchors]
+  const int* negative;
+  float* parts;  // [splits, places of own, d]
 };
 int launch_triplet_backward(const Matrix& m, const TripletBackwardArguments& a, void* stream);
 

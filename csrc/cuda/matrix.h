@@ -27,6 +27,7 @@ struct Matrix {
   const int* trouble;  // not 0 where an embedding was not finite
   int slabs, d;        // 128-byte slabs of a row, and how many columns are real
   int math, view, symmetric;
+  int upper;   // of a symmetric matrix only pairs (i, j) of places i < j are looked at
   int splits;  // blocks that share the walk of one tile of rows
   float sharpness;
 };

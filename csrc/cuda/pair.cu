@@ -17,12 +17,6 @@ constexpr int kKept = 2 * kMostSlots + 2;  // numbers of a part of a row
 // What a sweep is for.
 enum Stage : int { everything, lowest_positive, mined_negatives, mined_positives };
 
-// Add x to total without losing what the sum cannot hold (Knuth's two-sum).
-__device__ __forceinline__ void add_exactly(float& total, float& rest, float x) {
-  const float sum = total + x, part = sum - total;
-  rest += (total - (sum - part)) + (x - part);
-  total = sum;
-}
 // (top, sum) stand for e^top · sum.
 __device__ __forceinline__ void merge_exponentials(float& top, float& sum, float other_top, float other_sum) {
   const float most = max(top, other_top);
@@ -44,6 +38,7 @@ struct PairSweep {
     float low, high;
   };
 
+  static PYDML_HD bool idle() { return false; }
   static PYDML_HD size_t bytes() { return 0; }
   __device__ void end_tile(const Matrix&, char*, int, bool) const {}
 
@@ -177,6 +172,9 @@ struct PairWeights {
   PolicyChoice policy;
   bool own_anchors, other_anchors, mines;
   PairSide own, other;
+
+  static PYDML_HD bool idle() { return false; }
+  static PYDML_HD bool adds() { return false; }
 
   template <class P>
   __device__ __forceinline__ float weight(const P& p, float u, const PairSide& anchor, int64_t a, float row, float col,

@@ -21,6 +21,7 @@ struct ExtremesSweep {
     int64_t column[2];
   };
 
+  static PYDML_HD bool idle() { return false; }
   static PYDML_HD size_t bytes() { return 0; }
   __device__ __forceinline__ void end_tile(const Matrix&, char*, int, bool) const {}
   __device__ __forceinline__ State start(const Matrix&, char*, int, int) const {
@@ -81,6 +82,7 @@ struct MinedSweep {
     int64_t at[2];  // pairs so far, or the place of the next
   };
 
+  static PYDML_HD bool idle() { return false; }
   static PYDML_HD size_t bytes() { return 0; }
   __device__ __forceinline__ void end_tile(const Matrix&, char*, int, bool) const {}
   __device__ __forceinline__ int64_t slot(const Matrix& m, int side, int i, int part) const {
@@ -137,6 +139,7 @@ struct SampleSweep {
     int64_t column;
   };
 
+  static PYDML_HD bool idle() { return false; }
   static PYDML_HD size_t bytes() { return 0; }
   __device__ __forceinline__ void end_tile(const Matrix&, char*, int, bool) const {}
   __device__ __forceinline__ State start(const Matrix&, char*, int, int) const { return {-INFINITY, -1}; }

@@ -13,8 +13,8 @@ struct Walk {
   int first, last;  // tiles of `other`
 };
 
-// The tiles that this block walks over: its share of all, or of those that hold positives of its rows. Rows and columns
-// are sorted, so positives of 64 rows are a range.
+// The tiles that this block walks over: its share of all, or of those that hold positives of its rows; from the
+// diagonal on, if only pairs beyond it are looked at. Rows and columns are sorted, so positives of 64 rows are a range.
 __device__ __forceinline__ Walk walk_of(const Matrix& m, bool positives) {
   const int per_own = kTile / m.own.pool, per = kTile / m.other.pool;
   int low = 0, high = m.other.n;
@@ -22,6 +22,7 @@ __device__ __forceinline__ Walk walk_of(const Matrix& m, bool positives) {
     const int i0 = int(blockIdx.x) * per_own, i1 = min(i0 + per_own, m.own.n) - 1;
     low = m.range[2 * int64_t(i0)], high = m.range[2 * int64_t(i1) + 1];
   }
+  if (m.upper) low = max(low, int(blockIdx.x) * per_own);
   const int start = low / per;
   const int64_t count = low < high ? (high + per - 1) / per - start : 0;
   return {start + int(count * blockIdx.y / gridDim.y), start + int(count * (blockIdx.y + 1) / gridDim.y)};
@@ -47,17 +48,25 @@ struct Line {
   }
 };
 
+// Add x to total without losing what the sum cannot hold (Knuth's two-sum).
+__device__ __forceinline__ void add_exactly(float& total, float& rest, float x) {
+  const float sum = total + x, part = sum - total;
+  rest += (total - (sum - part)) + (x - part);
+  total = sum;
+}
+
 // A number whose order is that of x.
 __device__ __forceinline__ unsigned sortable(float x) {
   const unsigned bits = __float_as_uint(x + 0.f);  // -0 becomes 0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// An engine has: positives_only; bytes() of shared memory beside the arena; a State that a thread keeps in registers;
-// start(m, shared, row, i), tile(m, state, shared, row, i, line), end_tile(m, shared, t) for the whole block, and
-// finish(m, state, shared, row, i, part).
+// An engine has: idle(), is there nothing to do; positives_only; bytes() of shared memory beside the arena; a State
+// that a thread keeps in registers; start(m, shared, row, i), tile(m, state, shared, row, i, line), end_tile(m, shared,
+// t) for the whole block, and finish(m, state, shared, row, i, part).
 template <class M, class Engine>
 __global__ void __launch_bounds__(kThreads, 3) sweep(const Matrix m, const Engine engine) {
+  if (engine.idle()) return;
   SharedPieces pieces;
   char* const arena = pieces.take<char>(kArena);
   char* const shared = pieces.take<char>(engine.bytes());

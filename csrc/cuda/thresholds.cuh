@@ -18,7 +18,8 @@ __device__ __forceinline__ int passed(const float* rising, int n, float v, bool 
 }
 
 struct Thresholds {
-  float* value;  // [kTile, kChunkPitch] rising, +inf where there is none
+  float* value;            // [kTile, kChunkPitch] rising, +inf where there is none
+  float* given = nullptr;  // the same in the order of columns, if wanted
 
   // How many thresholds of a row are below u, or below and equal.
   __device__ __forceinline__ int below(int row, float u) const {
@@ -39,14 +40,21 @@ struct Thresholds {
     const int last = real ? min(first + kChunk, m.range[2 * int64_t(i) + 1]) : 0;
     float* const line = value + row * kChunkPitch;
     for (int p = half; p < kChunk; p += kHalves) line[p] = INFINITY;
-    const Walk walk = walk_of(m, true);
-    for (int t = walk.first; t < walk.last; ++t) {
+    // Rows are sorted, so the first of them has the first column of the chunk, and the last the last.
+    const int64_t i0 = int64_t(blockIdx.x) * kTile, i1 = min(i0 + kTile, int64_t(m.own.n)) - 1;
+    const int low = m.range[2 * i0] + chunk * kChunk;
+    const int high = min(m.range[2 * i1] + (chunk + 1) * kChunk, m.range[2 * i1 + 1]);
+    for (int t = low / kTile; t * kTile < high; ++t) {
       make_tile<M, kSweepPitch>(m, int(blockIdx.x), t, arena, nullptr);
       const float* const u = reinterpret_cast<const float*>(arena) + row * kSweepPitch;
       for (int col = half * (kTile / kHalves); col < (half + 1) * (kTile / kHalves); ++col) {
         const int j = t * kTile + col;
         if (j >= first && j < last && !(m.symmetric && i == j)) line[j - first] = u[col];
       }
+      __syncthreads();
+    }
+    if (given) {
+      for (int p = half; p < kChunk; p += kHalves) given[row * kChunkPitch + p] = line[p];
       __syncthreads();
     }
     if (half == 0)

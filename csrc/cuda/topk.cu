@@ -1,7 +1,8 @@
-// The k pairs of largest loss, without ever sorting pairs and without the host: the k-th largest loss is found digit by
-// digit (its 32 bits as 11, 11 and 10), each by one sweep that counts; then pairs above it are listed, and of those
-// equal to it as many as are wanted, from the smallest (i, j) on. Counters decide only where in a list a pair stands,
-// and lists are sorted afterwards.
+// The k pairs of largest loss, without sorting all pairs and without the host. A few rows tell roughly how large the
+// k-th loss is; one sweep lists the pairs above that. Only if they are too few or too many, which the device finds out,
+// the k-th loss is found exactly, digit by digit (its 32 bits as 11, 11 and 10), and listed again. Where pairs equal to
+// the threshold are needed, another sweep lists those of the first rows. Counters decide only where in a list a pair
+// stands: lists are sorted afterwards.
 #include "cuda/launchers.h"
 #include "cuda/policies.cuh"
 #include "cuda/sweep.cuh"
@@ -11,45 +12,54 @@ namespace {
 
 constexpr int kDigits = 2048;
 
-enum Stage : int { first_digit, second_digit, last_digit, count_ties, list_pairs };
+enum Stage : int { first_digit, second_digit, last_digit, list_above, list_equal, all_losses };
 
 struct TopkSweep {
   TopkArguments a;
   PolicyChoice policy;
-  static constexpr bool positives_only = false;
+  bool positives_only;
 
   struct State {
-    int64_t ties;
+    unsigned long long ties;  // of pairs that are this row's
   };
 
-  PYDML_HD size_t bytes() const { return a.stage <= last_digit ? kDigits * sizeof(unsigned) : 0; }
-
+  __device__ __forceinline__ bool idle() const { return *a.run == 0; }
+  PYDML_HD size_t bytes() const {
+    return a.stage <= last_digit ? kDigits * sizeof(unsigned) : a.stage == list_above ? kTile * sizeof(unsigned) : 0;
+  }
   __device__ __forceinline__ State start(const Matrix&, char* shared, int, int) const {
-    if (a.stage <= last_digit)
-      for (int e = int(threadIdx.x); e < kDigits; e += kThreads) reinterpret_cast<unsigned*>(shared)[e] = 0;
+    for (int e = int(threadIdx.x); e < int(bytes() / sizeof(unsigned)); e += kThreads)
+      reinterpret_cast<unsigned*>(shared)[e] = 0;
     return {0};
   }
 
-  __device__ __forceinline__ void take(const Matrix& m, State& s, char* shared, int i, int j, float loss) const {
+  __device__ __forceinline__ void append(int64_t pair, float loss) const {
+    const unsigned long long at = atomicAdd(a.listed, 1ull);
+    if (at >= static_cast<unsigned long long>(a.room)) return;  // the count tells
+    a.pairs[at] = pair, a.losses[at] = loss;
+  }
+
+  __device__ __forceinline__ void take(const Matrix& m, State& s, unsigned* shared, int i, int j, float loss) const {
     const unsigned key = sortable(loss), found = unsigned(*a.found);
-    unsigned* const counts = reinterpret_cast<unsigned*>(shared);
     if (a.stage == first_digit) {
-      atomicAdd(&counts[key >> 21], 1u);
+      atomicAdd(&shared[key >> 21], 1u);
     } else if (a.stage == second_digit) {
-      if (key >> 21 == found) atomicAdd(&counts[key >> 10 & 2047], 1u);
+      if (key >> 21 == found) atomicAdd(&shared[key >> 10 & 2047], 1u);
     } else if (a.stage == last_digit) {
-      if (key >> 10 == found) atomicAdd(&counts[key & 1023], 1u);
-    } else if (a.stage == count_ties) {
-      s.ties += key == found;
+      if (key >> 10 == found) atomicAdd(&shared[key & 1023], 1u);
     } else if (key >= found) {
-      const int64_t pair = m.own.index[i] * m.other.n + m.other.index[j];
-      if (key > found) {
-        const unsigned long long at = atomicAdd(&a.listed[0], 1ull);
-        a.above[at] = pair, a.losses[at] = loss;
-      } else if (a.quota[i] == a.ties[i]) {
-        a.equal[atomicAdd(&a.listed[1], 1ull)] = pair;
-      } else if (a.quota[i] > 0) {  // of one row only some are wanted
-        a.edge[j] = pair;
+      int64_t row = m.own.index[i], col = m.other.index[j];
+      const bool turned = m.upper && row > col;  // a pair is the smaller one's
+      if (turned) row = m.other.index[j], col = m.own.index[i];
+      const int64_t pair = row * m.other.n + col;
+      if (a.stage == list_equal) {
+        if (key == found && a.before[row] < *a.needed) append(pair, loss);
+      } else if (key > found) {
+        append(pair, loss);
+      } else if (turned) {
+        atomicAdd(&shared[j % kTile], 1u);
+      } else {
+        ++s.ties;
       }
     }
   }
@@ -58,34 +68,48 @@ struct TopkSweep {
     with_policy(policy, [&](const auto& p) {
       for (int item = line.first; item < line.last; ++item) {
         const int j = line.item0 + item;
-        const bool same = same_class(m, i, j);
-        if (!(same ? a.positives : a.negatives)) continue;
-        if (m.symmetric && m.own.index[i] >= m.other.index[j]) continue;  // unordered pairs, and no self
+        if (m.upper && j <= i) continue;  // unordered pairs, and no self
+        const bool same = same_class(m, i, j), member = same ? a.positives : a.negatives;
+        if (!member && a.stage != all_losses) continue;
         const float u = line.at(item);
-        take(m, s, shared, i, j, same ? p.template term<0>(u, 0.f, 0.f) : p.template term<1>(u, 0.f, 0.f));
+        const float loss = same ? p.template term<0>(u, 0.f, 0.f) : p.template term<1>(u, 0.f, 0.f);
+        if (a.stage == all_losses) {
+          a.losses[int64_t(i) * m.other.n + j] = member ? loss : -INFINITY;
+        } else {
+          take(m, s, reinterpret_cast<unsigned*>(shared), i, j, loss);
+        }
       }
     });
   }
 
-  __device__ __forceinline__ void end_tile(const Matrix&, char* shared, int, bool last) const {
+  __device__ __forceinline__ void end_tile(const Matrix& m, char* shared, int t, bool last) const {
+    unsigned* const counts = reinterpret_cast<unsigned*>(shared);
+    if (a.stage == list_above && m.upper) {
+      const int j0 = (walk_of(m, positives_only).first + t) * kTile;
+      for (int e = int(threadIdx.x); e < kTile; e += kThreads) {
+        if (counts[e]) atomicAdd(&a.ties[m.other.index[j0 + e]], static_cast<unsigned long long>(counts[e]));
+        counts[e] = 0;
+      }
+    }
     if (!last || a.stage > last_digit) return;
-    const unsigned* const counts = reinterpret_cast<const unsigned*>(shared);
     for (int e = int(threadIdx.x); e < kDigits; e += kThreads)
       if (counts[e]) atomicAdd(&a.counts[e], static_cast<unsigned long long>(counts[e]));
   }
 
-  __device__ __forceinline__ void finish(const Matrix& m, const State& s, char*, int, int i, int part) const {
-    if (a.stage == count_ties) a.ties[int64_t(part) * m.own.n + i] = s.ties;
+  __device__ __forceinline__ void finish(const Matrix& m, const State& s, char*, int, int i, int) const {
+    if (s.ties) atomicAdd(&a.ties[m.own.index[i]], s.ties);
   }
 };
 
 }  // namespace
 
 int launch_topk(const Matrix& m, const TopkArguments& a, void* stream) {
-  TopkSweep sweep = {a, {}};
+  TopkSweep sweep = {a, {}, a.stage != all_losses && !a.negatives};
   sweep.policy.number = a.policy;
   for (int k = 0; k < kMostParameters; ++k) sweep.policy.parameters[k] = a.parameters[k];
-  return launch_sweep(m, sweep, stream);
+  Matrix half = m;
+  half.upper = m.symmetric;
+  return launch_sweep(half, sweep, stream);
 }
 
 }  // namespace pydml

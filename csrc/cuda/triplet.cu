@@ -1,5 +1,9 @@
 // The triplet engine: all triplets, or one semi-hard negative a positive pair, with no triplet list. The positives of a
-// row become rising thresholds (a first sweep lists them, torch sorts them), and every negative is held against them.
+// row become rising thresholds, a chunk of them at a time, and every negative is held against them. A block goes on
+// until no row of its own has positives left, so that nobody has to know how large classes are.
+//
+// Gradients need the thresholds of both sides of a tile, so they go through tables [anchors, width] of a window of each
+// anchor's positives: one round of launches for every window, which ends at once where no class reaches it.
 #include "cuda/carry.cuh"
 #include "cuda/launchers.h"
 #include "cuda/thresholds.cuh"
@@ -7,13 +11,7 @@
 namespace pydml {
 namespace {
 
-enum Stage : int { list_positives, sum_losses, count_passed, sum_slopes, best_below };
-
-// Where column j stands among the positives of row i, before they are sorted.
-__device__ __forceinline__ int slot_of(const int* range, bool symmetric, int64_t i, int j) {
-  return j - range[2 * i] - (symmetric && j > i ? 1 : 0);
-}
-
+constexpr int kNumbers = kTile * kChunkPitch;
 constexpr long long kNothing = -0x7fffffffffffffffll - 1;
 
 // u and the column as one number: larger u first, then the smaller column.
@@ -21,112 +19,152 @@ __device__ __forceinline__ long long ranked(float u, int64_t column) {
   const unsigned key = sortable(u) ^ 0x80000000u;  // in the order of signed numbers
   return static_cast<long long>(static_cast<unsigned long long>(key) << 32 | (0xffffffffu - unsigned(column)));
 }
+__device__ __forceinline__ float u_of(long long best) {
+  const unsigned key = unsigned(static_cast<unsigned long long>(best) >> 32) ^ 0x80000000u;
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+__device__ __forceinline__ int column_of(long long best) {
+  return int(0xffffffffu - unsigned(static_cast<unsigned long long>(best) & 0xffffffffu));
+}
 
-struct TripletSweep {
-  TripletArguments a;
-  bool positives_only;
+// What a block keeps of the negatives of its rows beside their thresholds, by how many of these each passes; one of it.
+union Held {
+  float* prefix;    // sums of the first thresholds
+  int* counts;      // negatives
+  float* slopes;    // of each half of a row: Σ of slopes, by threshold
+  long long* best;  // the most similar negative
 
-  struct State {
-    float total, count;
-  };
-
-  PYDML_HD size_t bytes() const {
-    switch (a.stage) {
-      case count_passed:
-        return sizeof(int) * kTile * (a.most + 1);
-      case sum_slopes:
-        return sizeof(float) * kHalves * kTile * a.most;
-      case best_below:
-        return sizeof(long long) * kTile * (a.most + 1);
-      default:
-        return 0;
-    }
-  }
-
-  __device__ __forceinline__ State start(const Matrix&, char* shared, int, int) const {
-    if (a.stage == best_below) {
-      for (int e = int(threadIdx.x); e < kTile * (a.most + 1); e += kThreads)
-        reinterpret_cast<long long*>(shared)[e] = kNothing;
-    } else {
-      for (int e = int(threadIdx.x); e < int(bytes() / 4); e += kThreads) reinterpret_cast<int*>(shared)[e] = 0;
-    }
-    return {0, 0};
-  }
-
-  __device__ __forceinline__ void tile(const Matrix& m, State& s, char* shared, int row, int i,
-                                       const Line& line) const {
-    const int same0 = m.range[2 * int64_t(i)], same1 = m.range[2 * int64_t(i) + 1];
-    const float* const value = a.value + int64_t(i) * a.most;
-    const int real = same1 - same0 - (m.symmetric ? 1 : 0);
-    float* const slopes = reinterpret_cast<float*>(shared) + (int(threadIdx.x) / kTile * kTile + row) * a.most;
-    for (int item = line.first; item < line.last; ++item) {
-      const int j = line.item0 + item;
-      const float u = line.at(item), reach = u + a.margin;
-      if (j >= same0 && j < same1) {
-        if (a.stage == list_positives && !(m.symmetric && i == j))
-          a.list[int64_t(i) * a.most + slot_of(m.range, m.symmetric, i, j)] = u;
-        continue;
-      }
-      if (a.stage == sum_losses && !a.smooth) {
-        const int k = passed(value, a.most, reach, false);
-        s.total += float(k) * reach - a.prefix[int64_t(i) * (a.most + 1) + k], s.count += float(k);
-      } else if (a.stage == sum_losses) {
-        for (int p = 0; p < real; ++p) {
-          const float loss = Softplus(reach - value[p]);
-          s.total += loss, s.count += loss > 0 ? 1.f : 0.f;
-        }
-      } else if (a.stage == count_passed) {
-        atomicAdd(reinterpret_cast<int*>(shared) + row * (a.most + 1) + passed(value, a.most, reach, false), 1);
-      } else if (a.stage == sum_slopes) {
-        for (int p = 0; p < real; ++p) slopes[p] += Sigmoid(reach - value[p]);
-      } else if (a.stage == best_below) {
-        atomicMax(reinterpret_cast<long long*>(shared) + row * (a.most + 1) + passed(value, a.most, u, true),
-                  ranked(u, m.other.index[j]));
-      }
-    }
-  }
-
-  __device__ __forceinline__ void end_tile(const Matrix& m, char* shared, int, bool last) const {
-    if (!last || a.stage < count_passed) return;
-    const int width = a.stage == sum_slopes ? a.most : a.most + 1;
-    for (int e = int(threadIdx.x); e < kTile * width; e += kThreads) {
-      const int64_t i = int64_t(blockIdx.x) * kTile + e / width;
-      if (i >= m.own.n) continue;
-      const int64_t to = (int64_t(blockIdx.y) * m.own.n + i) * width + e % width;
-      if (a.stage == count_passed) a.counts[to] = reinterpret_cast<const int*>(shared)[e];
-      if (a.stage == best_below) a.best[to] = reinterpret_cast<const long long*>(shared)[e];
-      if (a.stage == sum_slopes)
-        a.sums[to] =
-            reinterpret_cast<const float*>(shared)[e] + reinterpret_cast<const float*>(shared)[kTile * width + e];
-    }
-  }
-
-  __device__ __forceinline__ void finish(const Matrix& m, const State& s, char*, int, int i, int part) const {
-    if (a.stage != sum_losses) return;
-    float* const to = a.sums + (int64_t(part) * m.own.n + i) * 2;
-    to[0] = s.total, to[1] = s.count;
+  static PYDML_HD size_t bytes(const TripletArguments& a) {
+    if (a.semihard) return kNumbers * sizeof(long long);
+    return (a.smooth ? kHalves : 1) * kNumbers * sizeof(float);
   }
 };
+
+template <class M>
+__global__ void __launch_bounds__(kThreads, 2) hold(const Matrix m, const TripletArguments a) {
+  SharedPieces pieces;
+  char* const arena = pieces.take<char>(kArena);
+  const Thresholds positives = {pieces.take<float>(kNumbers), pieces.take<float>(kNumbers)};
+  char* const shared = pieces.take<char>(Held::bytes(a));
+  Held held;
+  held.best = reinterpret_cast<long long*>(shared);
+  const int row = int(threadIdx.x) % kTile, half = int(threadIdx.x) / kTile, at = row * kChunkPitch;
+  const int64_t i = int64_t(blockIdx.x) * kTile + row;
+  const bool real = i < m.own.n, tables = a.width > 0;
+  const int same0 = real ? m.range[2 * i] : 0, same1 = real ? m.range[2 * i + 1] : 0;
+  const float* const rising = positives.value + at;
+  const Walk walk = walk_of(m, false);
+  float total = 0, rest = 0;
+  int64_t count = 0;
+  for (int window = a.window; !tables || window < a.window + a.width; window += kChunk) {
+    if (!__syncthreads_or(same0 + window < same1)) break;
+    for (int e = int(threadIdx.x); e < kNumbers; e += kThreads) {
+      if (a.semihard) {
+        held.best[e] = kNothing;
+      } else {
+        held.slopes[e] = 0;
+        if (a.smooth) held.slopes[kNumbers + e] = 0;
+      }
+    }
+    const int here = positives.fill<M>(m, window / kChunk, arena);
+    if (!tables && !a.semihard && !a.smooth && half == 0)
+      for (int p = 0; p < here; ++p) held.prefix[at + p + 1] = held.prefix[at + p] + rising[p];
+    for (int t = walk.first; t < walk.last; ++t) {
+      make_tile<M, kSweepPitch>(m, int(blockIdx.x), t, arena, nullptr);
+      const float* const line = reinterpret_cast<const float*>(arena) + row * kSweepPitch;
+      for (int col = half * (kTile / kHalves); here && col < (half + 1) * (kTile / kHalves); ++col) {
+        const int j = t * kTile + col;
+        if (j >= m.other.n || (j >= same0 && j < same1)) continue;
+        const float u = line[col], reach = u + a.margin;
+        if (a.semihard) {
+          atomicMax(&held.best[at + positives.up_to(row, u)], ranked(u, m.other.index[j]));
+        } else if (a.smooth && tables) {
+          float* const slopes = held.slopes + half * kNumbers + at;
+          for (int p = 0; p < here; ++p) slopes[p] += Sigmoid(reach - rising[p]);
+        } else if (a.smooth) {
+          for (int p = 0; p < here; ++p) {
+            const float loss = Softplus(reach - rising[p]);
+            add_exactly(total, rest, loss);
+            count += loss > 0;
+          }
+        } else if (const int k = positives.below(row, reach); !k) {
+          continue;
+        } else if (tables) {
+          atomicAdd(&held.counts[at + k], 1);
+        } else {
+          add_exactly(total, rest, float(k) * reach - held.prefix[at + k]);
+          count += k;
+        }
+      }
+      __syncthreads();
+    }
+    if (half || !real) continue;
+    // What is said of a threshold is said of its equals: they are passed together.
+    if (a.semihard)
+      for (int p = 1; p < here; ++p) held.best[at + p] = max(held.best[at + p], held.best[at + p - 1]);
+    if (!a.semihard && !a.smooth && tables)
+      for (int p = kChunk - 1; p > 0; --p) held.counts[at + p] += held.counts[at + p + 1];
+    for (int p = 0; !tables && a.semihard && p < here; ++p) {
+      if (held.best[at + p] == kNothing) continue;
+      const float violation = u_of(held.best[at + p]) - rising[p] + a.margin;
+      const float loss = a.smooth ? Softplus(violation) : Relu(violation);
+      total += loss, count += loss > 0;
+    }
+    for (int slot = 0; tables && slot < kChunk; ++slot) {
+      const int64_t to = i * a.width + (window - a.window) + slot;
+      const float u = positives.given[at + slot];
+      a.rising[to] = rising[slot];
+      float push = 0;
+      int negative = -1;
+      if (u < INFINITY) {
+        const int p = positives.below(row, u);
+        if (a.semihard && held.best[at + p] != kNothing) {
+          const float violation = u_of(held.best[at + p]) - u + a.margin;
+          push = a.smooth ? Sigmoid(violation) : violation > 0 ? 1.f : 0.f;
+          negative = column_of(held.best[at + p]);
+        } else if (!a.semihard) {
+          push = a.smooth ? held.slopes[at + p] + held.slopes[kNumbers + at + p] : float(held.counts[at + p + 1]);
+        }
+      }
+      a.pushed[to] = push;
+      if (a.semihard) a.negative[to] = negative;
+    }
+  }
+  if (!real || tables) return;
+  float* const to = a.sums + ((int64_t(blockIdx.y) * kHalves + half) * m.own.n + i) * 2;
+  to[0] = total + rest, to[1] = float(count);
+}
 
 struct TripletWeights {
   TripletBackwardArguments a;
 
-  // dL/du of the pair of anchor i and column j.
-  __device__ __forceinline__ float weight(const Matrix& m, int64_t i, int j, bool same, float u) const {
-    if (same) return -a.grad[i] * a.pushed[i * a.most + slot_of(a.range, m.symmetric, i, j)];
-    const float* const value = a.value + i * a.most;
+  // The first window writes, zeros too; others add, if any class reaches them.
+  __device__ __forceinline__ bool idle() const { return a.window && *a.longest <= a.window; }
+  __device__ __forceinline__ bool adds() const { return a.window > 0; }
+
+  // dL/du of the pair of anchor i and column j, which is `column` of z.
+  __device__ __forceinline__ float weight(int64_t i, int j, int64_t column, bool same, float u) const {
+    const int first = a.range[2 * i] + a.window, number = min(a.range[2 * i + 1] - first, a.width);
+    if (same) return j >= first && j - first < a.width ? -a.grad[i] * a.pushed[i * a.width + j - first] : 0.f;
     const float reach = u + a.margin;
-    if (!a.smooth) return a.grad[i] * float(passed(value, a.most, reach, false));
     float total = 0;
-    for (int p = 0; p < a.most && value[p] < INFINITY; ++p) total += Sigmoid(reach - value[p]);
+    if (a.semihard) {
+      for (int p = 0; p < number; ++p)
+        if (a.negative[i * a.width + p] == column) total += a.pushed[i * a.width + p];
+    } else if (a.smooth) {
+      for (int p = 0; p < number; ++p) total += Sigmoid(reach - a.rising[i * a.width + p]);  // 0 of those at infinity
+    } else {
+      for (int p = 0; p < number; p += kChunk) total += float(passed(a.rising + i * a.width + p, kChunk, reach, false));
+    }
     return a.grad[i] * total;
   }
 
   __device__ __forceinline__ void weigh(const WeightTile& tile) const {
+    const Matrix& m = tile.m;
     tile.each([&](int i, int j, bool same, float u) {
       float w = 0;
-      if (a.own_anchors) w += weight(tile.m, i, j, same, u);
-      if (a.other_anchors) w += weight(tile.m, j, i, same, u);
+      if (a.own_anchors) w += weight(i, j, m.other.index[j], same, u);
+      if (a.other_anchors) w += weight(j, i, m.own.index[i], same, u);
       return w;
     });
   }
@@ -135,7 +173,11 @@ struct TripletWeights {
 }  // namespace
 
 int launch_triplet(const Matrix& m, const TripletArguments& a, void* stream) {
-  return launch_sweep(m, TripletSweep{a, a.stage == list_positives}, stream);
+  const size_t bytes = SharedPieces::bytes<char>(kArena) + 2 * SharedPieces::bytes<float>(kNumbers) +
+                       SharedPieces::bytes<char>(Held::bytes(a));
+  return with_math(m.math, [&](auto math) {
+    return launch(&hold<decltype(math)>, dim3((m.own.n + kTile - 1) / kTile, m.splits), kThreads, bytes, stream, m, a);
+  });
 }
 
 int launch_triplet_backward(const Matrix& m, const TripletBackwardArguments& a, void* stream) {

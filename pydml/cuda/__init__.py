@@ -1,8 +1,7 @@
 """The ``cuda`` backend: the kernels of csrc/cuda behind the ops of :mod:`pydml.ops`.
 
 ``cuda-emulated`` is the same code on CPU tensors, with the kernels run by the emulator of the tests: a library that
-PYDML_CUDA_EMULATED names. Nothing here waits for the device, but where memory hangs on the data: the pairs of
-``mined``, the positives of ``triplet``.
+PYDML_CUDA_EMULATED names. Nothing here waits for the device, except ``mined``: how long its results are is data.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from pydml.cuda.histogram import histogram, histogram_backward
 from pydml.cuda.matrix import TILE
 from pydml.cuda.pair import pair, pair_backward
 from pydml.cuda.rank import rank
-from pydml.cuda.select import extremes, mined, sample, topk
+from pydml.cuda.select import extremes, mined, sample
+from pydml.cuda.topk import topk
 from pydml.cuda.triplet import triplet, triplet_backward
 
 #: Engines by op; each takes the table of C++ ops, then the arguments of the op.

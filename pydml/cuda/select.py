@@ -1,17 +1,13 @@
-"""The select engines on a GPU: which pairs a miner or a selecting loss keeps. Indices only, no gradient."""
+"""The select engines on a GPU: what a miner or a selecting loss keeps of each row. Indices only, no gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pydml.cuda.matrix import HALVES, Matrix, policy_number, ranges_of
-
-#: Counters of a digit of ``topk``, as in csrc/cuda/topk.cu.
-DIGITS = 2048
+from pydml.cuda.matrix import HALVES, Matrix, ranges_of
 
 
 def extreme(
@@ -57,57 +53,6 @@ def extremes(
         return chosen[0], extreme(m, (0, 1), below=u[0])[0][1]
     p, n = extreme(m, (easy, hard))[0].unbind()
     return p, n
-
-
-def topk(
-    ops: Any,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    policy: str,
-    params: Sequence[float],
-    k: int,
-    side: str,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
-    n, n_cols, splits, order = m.row.n, m.col.n, m.splits(), m.row.order
-    if not (n and n_cols and k):
-        return order.new_full((k,), -1), order.new_full((k,), -1)
-    found, wanted = order.new_zeros(1), order.new_full((1,), k)
-    counts, ties = order.new_zeros(3, DIGITS), order.new_zeros(splits * HALVES, n)
-
-    def stage(number: int, *lists: Tensor, quota: Tensor | None = None) -> None:
-        members = side != "negatives", side != "positives"
-        policy_ = policy_number(policy), list(params)
-        digits = counts[min(number, 2)]
-        ops.topk(*m.arguments(splits), *policy_, *members, number, found, digits, ties, quota, list(lists))
-
-    for number, bits in enumerate((11, 11, 10)):  # of the k-th largest loss
-        stage(number)
-        at_least = counts[number].flip(0).cumsum(0).flip(0)  # pairs with this digit or a larger one
-        digit = ((at_least >= wanted).sum(0, keepdim=True) - 1).clamp_min(0)
-        wanted = wanted - (at_least - counts[number])[digit]
-        found = found << bits | digit
-    stage(3)
-    ties = ties.sum(0)
-    in_order = m.unsorted(ties)
-    quota = torch.minimum((wanted - (in_order.cumsum(0) - in_order)).clamp_min(0), in_order)[order]
-    none = torch.iinfo(torch.int64).max
-    listed, lists = order.new_zeros(2), order.new_full((2, k), none)
-    losses, edge = rows.new_full((k,), -torch.inf, dtype=torch.float32), order.new_full((n_cols,), none)
-    stage(4, listed, lists[0], losses, lists[1], edge, quota=quota)
-
-    above, by_pair = lists[0].sort()
-    above = above[losses[by_pair].sort(descending=True, stable=True).indices]
-    some = torch.where(quota < ties, quota, 0).sum()
-    edge = torch.where(torch.arange(n_cols, device=edge.device) < some, edge.sort().values, none)
-    equal = torch.cat((lists[1], edge)).sort().values
-    place = torch.arange(k, device=edge.device)
-    pair = torch.where(place < listed[0], above, equal[(place - listed[0]).clamp_min(0)])
-    return torch.where(pair == none, -1, pair // n_cols), torch.where(pair == none, -1, pair % n_cols)
 
 
 def mined(

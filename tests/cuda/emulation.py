@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import hashlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 #: The project; not two folders up where `make sanitize` runs a copy of the tests.
@@ -114,6 +116,24 @@ def emulated(sanitize: str = "") -> Path:
         flags=("-DPYDML_EMULATED", *flags),
         link_flags=link_flags,
     )
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[dict[str, Any]]:
+    """The engines of ``cuda-emulated`` by op."""
+    from pydml import cuda
+
+    before = os.environ.get("PYDML_CUDA_EMULATED")
+    os.environ["PYDML_CUDA_EMULATED"] = str(emulated())
+    cuda.kernels.cache_clear()
+    try:
+        yield cuda.kernels(emulated=True)
+    finally:
+        cuda.kernels.cache_clear()
+        if before is None:
+            del os.environ["PYDML_CUDA_EMULATED"]
+        else:
+            os.environ["PYDML_CUDA_EMULATED"] = before
 
 
 if __name__ == "__main__":
