@@ -5,6 +5,7 @@ The batch is one side of the matrix and the memory the other; neither B×M simil
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from pydml import checks, ops
+from pydml.among import KNOWING, among, knowing
 from pydml.backends import kernel, resolve
 from pydml.losses.base import MetricLoss
-from pydml.losses.batch import Batch, pair_stats
+from pydml.losses.batch import Batch
 from pydml.losses.nca import NCALoss
 from pydml.policy import POLICIES, LogSumExp
-from pydml.tiled.among import among
 
 __all__ = ["CrossBatchMemory"]
 
@@ -192,13 +193,6 @@ class MemoryBatch(Batch):
     def self_columns(self) -> Tensor:
         return (super().self_columns() + self.start) % self.size[1]
 
-    def _pieces(self) -> list[slice]:
-        """The memory without the batch: what stands before it and behind it, or between its two ends."""
-        number, total = self.size
-        end = self.start + number
-        pieces = [slice(0, self.start), slice(end, total)] if end <= total else [slice(end - total, self.start)]
-        return [piece for piece in pieces if piece.start < piece.stop]
-
     def stats(
         self,
         policy: str,
@@ -209,52 +203,68 @@ class MemoryBatch(Batch):
         col_field: Tensor | None = None,
         listed: bool = True,
     ) -> Tensor:
-        assert self.ref is not None and self.ref_labels is not None and col_field is None
-        selves = self.self_columns()
-        z, labels, params = self.embeddings, self.known_labels(), [float(p) for p in params]
-        options = row_field, None, policy, params, self.view, self.normalize
-        if epsilon is not None:  # thresholds are of the whole row: the engine that knows selves computes all of it
-            stats, *_ = among(z, self.ref, selves, "pair", labels, self.ref_labels, *options, epsilon, 1, 1.0)
-            return stats
-        stats, *_ = among(
-            z, self.ref[selves], torch.arange(len(z), device=z.device), "pair", labels, labels,
-            *options, None, 1, 1.0,
-        )  # fmt: skip
-        logs = torch.tensor([isinstance(slot, LogSumExp) for slot in POLICIES[policy].slots], device=z.device)
-        for piece in self._pieces():
-            part = pair_stats(
-                z, self.ref[piece], labels, self.ref_labels[piece], policy, params,
-                view=self.view, normalize=self.normalize, row_field=row_field, backend=self.backend,
-            )  # fmt: skip
-            stats = torch.where(logs, _logaddexp(stats, part), stats + part)
+        assert col_field is None
+        options = row_field, None, policy, [float(p) for p in params], self.view, self.normalize
+        if self._knows_selves or epsilon is not None:  # thresholds are of the whole row
+            return self._among("pair", *options, epsilon, 1, 1.0)[0]
+        logs = torch.tensor([isinstance(s, LogSumExp) for s in POLICIES[policy].slots], device=self.embeddings.device)
+
+        def merge(stats: Tensor, part: Tensor) -> Tensor:
+            return torch.where(logs, _logaddexp(stats, part), stats + part)
+
+        (stats,) = self._by_pieces("pair", *options, None, 1, 1.0, merge=(merge,))
         return stats
 
     def histogram(self, nodes: int, low: float, high: float) -> tuple[Tensor, Tensor]:
-        assert self.ref is not None and self.ref_labels is not None
-        z, labels, options = self.embeddings, self.known_labels(), (nodes, low, high, self.view, self.normalize)
-        itself = torch.arange(len(z), device=z.device)
-        positives, negatives, _ = among(z, self.ref[self.self_columns()], itself, "histogram", labels, labels, *options)
-        for piece in self._pieces():
-            more = ops.histogram(z, self.ref[piece], labels, self.ref_labels[piece], *options, self.backend)
-            positives, negatives = positives + more[0], negatives + more[1]
+        options = nodes, low, high, self.view, self.normalize
+        if self._knows_selves:
+            positives, negatives, _ = self._among("histogram", *options)
+        else:
+            positives, negatives = self._by_pieces("histogram", *options, merge=(torch.add, torch.add))
         return positives, negatives
 
     def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
-        z, ref, *labels = self.matrix()
-        assert ref is not None
-        options = (mode, float(margin), swap, smooth, self.view, self.normalize)
-        total, above = among(z, ref, self.self_columns(), "triplet", *labels, *options)
+        total, above = self._among("triplet", mode, float(margin), swap, smooth, self.view, self.normalize)
         return total, above
 
     def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
-        options = (positive, negative, self.view, self.normalize)
-        p, n = kernel("tiled", "extremes")(*self.matrix(), *options, selves=self.self_columns())
+        p, n = self._select("extremes", positive, negative)
         return p, n
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
-        options = (policy, [float(p) for p in params], k, side, self.view, self.normalize)
-        i, j = kernel("tiled", "topk")(*self.matrix(), *options, selves=self.self_columns())
+        i, j = self._select("topk", policy, [float(p) for p in params], k, side)
         return i, j
+
+    @property
+    def _knows_selves(self) -> bool:
+        return self.backend in KNOWING
+
+    def _among(self, name: str, *options: Any) -> tuple[Tensor, ...]:
+        """Outputs of an engine on the whole memory, of which the batch is a part."""
+        z, ref, *labels = self.matrix()
+        assert ref is not None
+        return among(z, ref, self.self_columns(), self.backend, name, *labels, *options)
+
+    def _select(self, name: str, *options: Any) -> tuple[Tensor, ...]:
+        selves = self.self_columns()
+        with ops.no_autocast(selves.device):
+            found = knowing(self.backend, name)(*self.matrix(), *options, self.view, self.normalize, selves=selves)
+        out: tuple[Tensor, ...] = found
+        return out
+
+    def _by_pieces(self, name: str, *options: Any, merge: Sequence[Callable[..., Tensor]]) -> list[Tensor]:
+        """The same by engines that know no selves: the batch itself by the tiled one, then the memory without it."""
+        z, ref, labels, ref_labels = self.matrix()
+        assert ref is not None and ref_labels is not None
+        itself = torch.arange(len(z), device=z.device)
+        found = list(among(z, ref[self.self_columns()], itself, "tiled", name, labels, labels, *options))
+        end, total = self.start + len(z), len(ref)
+        pieces = [slice(0, self.start), slice(end, total)] if end <= total else [slice(end - total, self.start)]
+        for at in pieces:
+            if at.start < at.stop:
+                more = getattr(ops, name)(z, ref[at], labels, ref_labels[at], *options, self.backend)
+                found = [join(a, b) for join, a, b in zip(merge, found, more, strict=False)]
+        return found[: len(merge)]
 
 
 def _logaddexp(a: Tensor, b: Tensor) -> Tensor:

@@ -72,11 +72,11 @@ def _modest_classes(name: str, first_label: int) -> Kernel:
     """The C++ kernel, or the tiled one where a class is too large for it (or where it has no such option)."""
     native: Kernel = getattr(torch.ops.pydml_cpu, name).default
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: Any, **selves: Any) -> Any:
         swap = name.startswith("triplet") and arguments[first_label + 4]
         if swap or most_positives(*arguments[first_label : first_label + 2]) > MOST_POSITIVES:
-            return tiled.KERNELS[name](*arguments)
-        return native(*arguments)
+            return tiled.KERNELS[name](*arguments, **selves)
+        return native(*arguments, **selves)
 
     return run
 

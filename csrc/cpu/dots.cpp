@@ -10,7 +10,7 @@ Matrix<R> unsorted(const Tensor& rows, const OptionalTensor& cols, Text view, bo
   const auto places = rows.options().dtype(at::kLong);
   OptionalTensor col_labels;
   if (cols) col_labels = at::arange(cols->size(0), places);
-  return Matrix<R>(rows, cols, at::arange(rows.size(0), places), col_labels, view_of(view), normalize);
+  return Matrix<R>(rows, cols, at::arange(rows.size(0), places), col_labels, {}, view_of(view), normalize);
 }
 
 template <class R>

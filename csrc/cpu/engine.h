@@ -46,17 +46,7 @@ struct Positives {
     for (const auto& c : m.classes) most = std::max(most, int(c.c1 - c.c0) - (m.symmetric ? 1 : 0));
     u.assign(size_t(most) * n, std::numeric_limits<R>::infinity());
     place.assign(size_t(most) * n, -1);
-    m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
-      Workspace<R>& w = work[worker];
-      m.tile(i0, ni, j0, nj, w);
-      m.positives(i0, ni, j0, nj, w);
-      for (int i = 0; i < ni; ++i)
-        for (int j = w.skip1[i]; j < nj; ++j) {
-          const R value = w.u[int64_t(i) * nj + j];
-          add(i0 + i, j0 + j, value);
-          if (m.symmetric) add(j0 + j, i0 + i, value);
-        }
-    });
+    m.for_positives(work, [&](int64_t i, int64_t j, R value) { add(i, j, value); });
     std::vector<std::pair<R, int64_t>> row;
     for (int64_t i = 0; i < n; ++i) {
       row.clear();

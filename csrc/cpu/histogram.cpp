@@ -38,8 +38,8 @@ Histogram<R> describe(const Matrix<R>& m, int ni, int nj, int64_t nodes, double 
 template <class R>
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                            const OptionalTensor& col_labels, int64_t nodes, double low, double high,
-                                           Text view, bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+                                           Text view, bool normalize, const OptionalTensor& selves) {
+  const Matrix<R> m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize);
   auto work = m.workspaces();
   const Tensor ranges = at::zeros({m.n_tiles(), 2}, rows.options().dtype(type_of<R>()));
   R* range = ranges.template data_ptr<R>();
@@ -73,8 +73,8 @@ template <class R>
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& grad_negatives, const Tensor& ranges,
                                     const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                     const OptionalTensor& col_labels, int64_t nodes, double low, double high, Text view,
-                                    bool normalize, bool want_rows, bool want_cols) {
-  Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize);
+                                    bool normalize, bool want_rows, bool want_cols, const OptionalTensor& selves) {
+  Matrix<R> m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize);
   m.start_gradient(want_rows, want_cols);
   auto work = m.workspaces();
   std::vector<R> slopes[2];
@@ -129,9 +129,9 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor> histogram(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                              const OptionalTensor& col_labels, int64_t nodes, double low, double high,
-                                             Text view, bool normalize) {
+                                             Text view, bool normalize, const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
-    return forward<decltype(r)>(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize);
+    return forward<decltype(r)>(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize, selves);
   });
 }
 
@@ -139,10 +139,11 @@ std::tuple<Tensor, Tensor> histogram_backward(const Tensor& grad_positives, cons
                                               const Tensor&, const Tensor& ranges, const Tensor& rows,
                                               const OptionalTensor& cols, const Tensor& row_labels,
                                               const OptionalTensor& col_labels, int64_t nodes, double low, double high,
-                                              Text view, bool normalize, bool want_rows, bool want_cols) {
+                                              Text view, bool normalize, bool want_rows, bool want_cols,
+                                              const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
     return backward<decltype(r)>(grad_positives, grad_negatives, ranges, rows, cols, row_labels, col_labels, nodes, low,
-                                 high, view, normalize, want_rows, want_cols);
+                                 high, view, normalize, want_rows, want_cols, selves);
   });
 }
 
@@ -151,14 +152,11 @@ std::tuple<Tensor, Tensor> histogram_backward(const Tensor& grad_positives, cons
 TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
   m.def(
       "histogram(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, int nodes, float low, float high, "
-      "str "
-      "view, bool normalize) -> (Tensor, Tensor, Tensor)");
+      "str view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "histogram_backward(Tensor grad_positives, Tensor grad_negatives, Tensor positives, Tensor negatives, Tensor "
-      "ranges, "
-      "Tensor rows, Tensor? cols, Tensor row_labels, "
-      "Tensor? col_labels, int nodes, float low, float high, str view, bool normalize, bool want_rows, bool want_cols) "
-      "-> (Tensor, Tensor)");
+      "ranges, Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, int nodes, float low, float high, str "
+      "view, bool normalize, bool want_rows, bool want_cols, Tensor? selves=None) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("histogram", histogram);

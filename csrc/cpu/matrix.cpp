@@ -122,6 +122,23 @@ at::Tensor wrap(R* data, int64_t rows, int64_t cols) {
   return at::from_blob(data, {rows, cols}, at::CPU(c10::CppTypeToScalarType<R>::value));
 }
 
+// The stable order of labels. They mostly number classes, so that counting them is enough.
+std::vector<int64_t> sorted_order(const int64_t* y, int64_t n) {
+  std::vector<int64_t> order(n);
+  const auto [least, most] = std::minmax_element(y, y + n);
+  const uint64_t range = uint64_t(*most) - uint64_t(*least);
+  if (range >= uint64_t(2 * n + 1024)) {
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return y[a] < y[b]; });
+    return order;
+  }
+  std::vector<int64_t> start(range + 2, 0);
+  for (int64_t i = 0; i < n; ++i) ++start[y[i] - *least + 1];
+  std::partial_sum(start.begin(), start.end(), start.begin());
+  for (int64_t i = 0; i < n; ++i) order[start[y[i] - *least]++] = i;
+  return order;
+}
+
 // A loop over rows that may be split between threads anywhere: nothing is added up across rows.
 template <class F>
 void for_rows(int64_t n, int64_t work, const F& f) {
@@ -131,7 +148,7 @@ void for_rows(int64_t n, int64_t work, const F& f) {
 }  // namespace
 
 template <class R>
-Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit, bool in_place, int64_t group)
+Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit, Keep keep, int64_t group)
     : z(given), normalize(unit) {
   const at::Tensor data = given.to(compute_type(given));
   const int64_t n = data.size(0), d = data.size(1), groups = labels.size(0);
@@ -142,9 +159,7 @@ Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit
   const bool sorted = std::is_sorted(label.begin(), label.end());
   if (!sorted) {
     TORCH_CHECK(group == 1, "labels of pooled columns must be sorted");
-    order.resize(n);
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return y[a] != y[b] ? y[a] < y[b] : a < b; });
+    order = sorted_order(y, n);
     for (int64_t i = 0; i < n; ++i) label[i] = y[order[i]];
   }
   norm.resize(n);
@@ -152,12 +167,15 @@ Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit
   const R* from = data.template const_data_ptr<R>();
   const int64_t s0 = data.stride(0), s1 = data.stride(1);
   const bool rows_contiguous = s1 == 1 || d == 1, cols_contiguous = s0 == 1;
-  if (in_place && sorted && (rows_contiguous || cols_contiguous)) {
+  loose = keep == Keep::always && !sorted && rows_contiguous;
+  if (loose || (keep != Keep::never && sorted && (rows_contiguous || cols_contiguous))) {
     x = data;
     if (rows_contiguous) {
+      std::vector<R> square(n);  // of the rows as they lie in memory
       for_rows(n, d, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) k.dot(from + i * s0, from + i * s0, d, &norm[i]);
+        for (int64_t i = begin; i < end; ++i) k.dot(from + i * s0, from + i * s0, d, &square[i]);
       });
+      for (int64_t i = 0; i < n; ++i) norm[i] = square[place(i)];
     } else {
       for_rows(n, d, [&](int64_t begin, int64_t end) {
         std::fill(norm.begin() + begin, norm.begin() + end, R(0));
@@ -201,11 +219,32 @@ Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit
 
 template <class R>
 const R* Vectors<R>::row(int64_t i, R* copy) const {
-  const R* v = x.template const_data_ptr<R>() + i * x.stride(0);
+  const R* v = x.template const_data_ptr<R>() + (loose ? order[i] : i) * x.stride(0);
   if (scale.empty() && x.stride(1) == 1) return v;
   const R factor = scale.empty() ? R(1) : scale[i];
   for (int64_t c = 0; c < x.size(1); ++c) copy[c] = v[c * x.stride(1)] * factor;
   return copy;
+}
+
+template <class R>
+at::Tensor Vectors<R>::span(int64_t first, int64_t count, Workspace<R>& w) const {
+  if (!loose) return x.narrow(0, first, count);
+  const int64_t d = x.size(1), stride = x.stride(0);
+  if (first < w.gathered_first || first + count > w.gathered_first + w.gathered_rows) {
+    constexpr int64_t ahead = 16;  // rows lie anywhere in memory: ask for them before they are needed
+    const R* from = x.template const_data_ptr<R>();
+    w.gathered.resize(std::max<size_t>(w.gathered.size(), size_t(count * d)));
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + ahead < count)
+        for (int64_t c = 0; c < d; c += 64 / int64_t(sizeof(R)))
+          __builtin_prefetch(from + order[first + i + ahead] * stride + c);
+      const R *v = from + order[first + i] * stride, factor = scale.empty() ? R(1) : scale[first + i];
+      R* to = w.gathered.data() + i * d;
+      for (int64_t c = 0; c < d; ++c) to[c] = v[c] * factor;
+    }
+    w.gathered_first = first, w.gathered_rows = count;
+  }
+  return wrap(w.gathered.data() + (first - w.gathered_first) * d, count, d);
 }
 
 template <class R>
@@ -245,9 +284,10 @@ at::Tensor Vectors<R>::gradient() {
       for (int64_t i = begin; i < end; ++i) {
         const R s = scale.empty() ? R(1) : scale[i], inverse = 1 / std::max(norm[i], R(kTiny));
         R radial;
-        kernels<R>().dot(g + i * g0, v + i * x0, d, &radial);
+        const R* at = v + (loose ? order[i] : i) * x0;
+        kernels<R>().dot(g + i * g0, at, d, &radial);
         const R along = norm[i] > R(kTiny) ? radial * s * s : R(0);
-        for (int64_t c = 0; c < d; ++c) g[i * g0 + c] = (g[i * g0 + c] - along * v[i * x0 + c]) * inverse;
+        for (int64_t c = 0; c < d; ++c) g[i * g0 + c] = (g[i * g0 + c] - along * at[c]) * inverse;
       }
     });
   }
@@ -268,15 +308,18 @@ at::Tensor Vectors<R>::gradient() {
 
 template <class R>
 Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols, const at::Tensor& row_labels,
-                  const std::optional<at::Tensor>& col_labels, View v, bool normalize, Ties t, int64_t pooled, R sharp)
+                  const std::optional<at::Tensor>& col_labels, const std::optional<at::Tensor>& selves, View v,
+                  bool normalize, Ties t, int64_t pooled, R sharp)
     : k(kernels<R>()),
       view(v),
       ties(t),
       symmetric(!cols.has_value()),
       pool(pooled),
       sharpness(sharp),
-      row(rows, row_labels, normalize, false, 1),
-      other(symmetric ? nullptr : new Vectors<R>(*cols, *col_labels, normalize, true, pooled)),
+      row(rows, row_labels, normalize, Keep::never, 1),
+      other(symmetric ? nullptr
+                      : new Vectors<R>(*cols, *col_labels, normalize,
+                                       rows.size(0) <= cols->size(0) / 4 ? Keep::always : Keep::if_sorted, pooled)),
       col(symmetric ? row : *other),
       n_rows(row.n()),
       n_cols(col.n() / pooled),
@@ -300,6 +343,21 @@ Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols,
     if (last > j && (!symmetric || end - i > 1)) classes.push_back({i, end, j, last});
     for (; i < end; ++i) same0[i] = j, same1[i] = last;
   }
+  if (!selves) return;
+  const at::Tensor given = selves->contiguous();
+  TORCH_CHECK(!symmetric && given.size(0) == n_rows, "selves: got ", given.size(0), ", wanted one for each of ", n_rows,
+              " rows, and columns");
+  self.resize(n_rows);
+  for (int64_t i = 0; i < n_rows; ++i) {  // it has the label of its row: look among those, which are in rising order
+    const int64_t column = given.template const_data_ptr<int64_t>()[row.place(i)];
+    const auto begin = col.order.begin();
+    if (col.order.empty()) {
+      self[i] = column;
+    } else {
+      const auto found = std::lower_bound(begin + same0[i], begin + same1[i], column);
+      self[i] = found != begin + same1[i] && *found == column ? found - begin : -1;
+    }
+  }
 }
 
 template <class R>
@@ -321,7 +379,6 @@ template <class R>
 void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
   const int64_t wide = int64_t(nj) * pool, first = j0 * pool;
   R* out = pool > 1 ? w.raw.data() : w.u.data();
-  const bool scaled = !col.scale.empty();
   const bool dots = ties == Ties::any && ni * wide <= 64;
   if (dots) {
     for (int i = 0; i < ni; ++i) {
@@ -337,12 +394,12 @@ void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
     if (cut) w.window.resize(mi * mj);
     at::Tensor s = wrap(cut ? w.window.data() : out, mi, mj);
     const at::AutoDispatchBelowADInplaceOrView guard;
-    at::mm_out(s, row.x.narrow(0, i1, mi), col.x.narrow(0, j1, mj).t());
+    at::mm_out(s, row.x.narrow(0, i1, mi), col.span(j1, mj, w).t());
     for (int i = 0; cut && i < ni; ++i)
       std::copy_n(w.window.data() + (i0 - i1 + i) * mj + (first - j1), wide, out + i * wide);
   }
   const R tolerance = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
-  const R* scale = scaled && !dots ? col.scale.data() + first : nullptr;
+  const R* scale = dots ? nullptr : col.late_scale(first);
   w.near.clear();
   if (k.to_view(view, out, wide, ni, int(wide), scale, row.size.data() + i0, col.size.data() + first, tolerance))
     mend(i0, ni, j0, nj, w);
@@ -379,8 +436,9 @@ void Matrix<R>::negatives(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& 
 template <class R>
 void Matrix<R>::positives(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
   for (int i = 0; i < ni; ++i) {
-    w.skip0[i] = 0;
-    w.skip1[i] = symmetric ? int(std::clamp<int64_t>(i0 + i + 1 - j0, 0, nj)) : 0;
+    const int64_t own = symmetric ? i0 + i : self.empty() ? -1 : self[i0 + i];
+    w.skip0[i] = symmetric ? 0 : int(std::clamp<int64_t>(own - j0, 0, nj));
+    w.skip1[i] = own < 0 ? w.skip0[i] : int(std::clamp<int64_t>(own + 1 - j0, 0, nj));
   }
 }
 
@@ -473,10 +531,10 @@ void Matrix<R>::add_weights(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>
   const at::Tensor Q = wrap(q, ni, wide);
   if (want_cols_) col.grad.narrow(0, first, wide).addmm_(Q.t(), row.x.narrow(0, i0, ni), 1, sign);
   if (want_rows_) {
-    if (!col.scale.empty())
+    if (const R* scale = col.late_scale(first))
       for (int i = 0; i < ni; ++i)
-        for (int64_t j = 0; j < wide; ++j) q[i * wide + j] *= col.scale[first + j];
-    row.grad.narrow(0, i0, ni).addmm_(Q, col.x.narrow(0, first, wide), 1, sign);
+        for (int64_t j = 0; j < wide; ++j) q[i * wide + j] *= scale[j];
+    row.grad.narrow(0, i0, ni).addmm_(Q, col.span(first, wide, w), 1, sign);
   }
 }
 

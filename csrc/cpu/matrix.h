@@ -41,37 +41,45 @@ std::vector<std::vector<Block>> rounds(int row_blocks, int col_blocks, bool symm
 // computed by pydml/native.py for the size of what the forward pass leaves behind.
 inline int64_t block_size(int64_t n) { return n >= 1024 ? 256 : n >= 512 ? 128 : 64; }
 
-// One set of embeddings, sorted by label: x = z/‖z‖ (or z). Where z is sorted already and large it is not copied, and
-// `scale` holds 1/‖z‖.
-template <class R>
-struct Vectors {
-  Vectors(const at::Tensor& z, const at::Tensor& labels, bool normalize, bool in_place, int64_t group);
-
-  at::Tensor z;                // as given
-  at::Tensor x;                // [n, d] rows in sorted order
-  std::vector<int64_t> order;  // sorted place -> row of z; empty: the same
-  std::vector<int64_t> label;  // [n / group] sorted
-  std::vector<R> norm, scale, size;
-  bool normalize, finite;
-  at::Tensor grad;  // [n, d] dL/dx in sorted order
-
-  int64_t n() const { return x.size(0); }
-  int64_t place(int64_t i) const { return order.empty() ? i : order[i]; }
-  // Row i as a contiguous unit vector; copied to `copy` [d] where x does not hold it so.
-  const R* row(int64_t i, R* copy) const;
-  void start_gradient();
-  at::Tensor gradient();  // dL/dz in the order, dtype and layout of z
-  void add_to_gradient(int64_t i, R a, const R* v);
-};
-
 // What one thread works in.
 template <class R>
 struct Workspace {
   std::vector<R> u;    // [ni, nj] the tile
   std::vector<R> raw;  // [ni, nj·pool] its columns before pooling
   std::vector<R> window, kept, scratch, x, y;
+  std::vector<R> gathered;  // [gathered_rows, d] unit columns from gathered_first on
+  int64_t gathered_first = 0, gathered_rows = 0;
   std::vector<int> skip0, skip1, left;
   std::vector<std::pair<int, int>> near;  // pairs of the tile whose D² came from the rows
+};
+
+// May embeddings stay where they are? Those that are not copied are brought into order, and to unit length, tile by
+// tile: for a set that few rows are compared with, that is cheaper than a copy of all of it.
+enum class Keep { never, if_sorted, always };
+
+// One set of embeddings, sorted by label: x = z/‖z‖ (or z).
+template <class R>
+struct Vectors {
+  Vectors(const at::Tensor& z, const at::Tensor& labels, bool normalize, Keep keep, int64_t group);
+
+  at::Tensor z;                      // as given
+  at::Tensor x;                      // [n, d] rows in sorted order; where `loose`, in the order of z
+  std::vector<int64_t> order;        // sorted place -> row of z; empty: the same
+  std::vector<int64_t> label;        // [n / group] sorted
+  std::vector<R> norm, scale, size;  // scale: 1/‖z‖ where x holds z itself
+  bool normalize, finite, loose = false;
+  at::Tensor grad;  // [n, d] dL/dx in sorted order
+
+  int64_t n() const { return x.size(0); }
+  int64_t place(int64_t i) const { return order.empty() ? i : order[i]; }
+  // Rows [first, first+count), to be multiplied by `late_scale` where that is not null; from w.gathered where loose.
+  at::Tensor span(int64_t first, int64_t count, Workspace<R>& w) const;
+  const R* late_scale(int64_t first) const { return loose || scale.empty() ? nullptr : scale.data() + first; }
+  // Row i as a contiguous unit vector; copied to `copy` [d] where x does not hold it so.
+  const R* row(int64_t i, R* copy) const;
+  void start_gradient();
+  at::Tensor gradient();  // dL/dz in the order, dtype and layout of z
+  void add_to_gradient(int64_t i, R a, const R* v);
 };
 
 // Must equal rows give equal bits wherever they stand? Then even the smallest tiles are left to BLAS. Engines that
@@ -82,8 +90,8 @@ template <class R>
 class Matrix {
  public:
   Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols, const at::Tensor& row_labels,
-         const std::optional<at::Tensor>& col_labels, View view, bool normalize, Ties ties = Ties::any,
-         int64_t pool = 1, R sharpness = 1);
+         const std::optional<at::Tensor>& col_labels, const std::optional<at::Tensor>& selves, View view,
+         bool normalize, Ties ties = Ties::any, int64_t pool = 1, R sharpness = 1);
 
   const Kernels<R>& k;
   const View view;
@@ -96,6 +104,7 @@ class Matrix {
   Vectors<R>& col;
   const int64_t n_rows, n_cols, d, T, col_block;
   std::vector<int64_t> same0, same1;  // columns [same0_i, same1_i) have the label of row i
+  std::vector<int64_t> self;          // the column that row i itself is, -1: none; empty: no row is a column
   bool finite;
   struct Range {  // rows and columns of one class
     int64_t r0, r1, c0, c1;
@@ -152,6 +161,23 @@ class Matrix {
     parallel(int64_t(small.size()), [&](int64_t task, int64_t worker) {
       const Range& c = *small[task];
       f(c.r0, int(c.r1 - c.r0), c.c0, int(c.c1 - c.c0), worker);
+    });
+  }
+
+  // Call f(i, j, u) for every positive pair of row i, in a symmetric matrix for (j, i) too.
+  template <class F>
+  void for_positives(std::vector<Workspace<R>>& work, const F& f) const {
+    for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+      Workspace<R>& w = work[worker];
+      tile(i0, ni, j0, nj, w);
+      positives(i0, ni, j0, nj, w);
+      for (int i = 0; i < ni; ++i)
+        for (int j = 0; j < nj; ++j) {
+          if (j >= w.skip0[i] && j < w.skip1[i]) continue;
+          const R u = w.u[int64_t(i) * nj + j];
+          f(i0 + i, j0 + j, u);
+          if (symmetric) f(j0 + j, i0 + i, u);
+        }
     });
   }
 

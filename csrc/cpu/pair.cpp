@@ -64,8 +64,9 @@ struct PairEngine {
 
   PairEngine(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels, const OptionalTensor& col_labels,
              const OptionalTensor& rf, const OptionalTensor& cf, c10::string_view name, at::ArrayRef<double> numbers,
-             c10::string_view view, bool normalize, bool mines, int64_t pool, double sharpness)
-      : m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::any, pool, R(sharpness)),
+             c10::string_view view, bool normalize, bool mines, int64_t pool, double sharpness,
+             const OptionalTensor& selves)
+      : m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::any, pool, R(sharpness)),
         policy(policy_id(name)),
         slots(slots_of(policy)),
         params(numbers.begin(), numbers.end()),
@@ -84,6 +85,15 @@ struct PairEngine {
     std::vector<R> out(given.numel());
     for (int64_t i = 0; i < int64_t(out.size()); ++i) out[i] = from[group == 1 ? v.place(i) : i];
     return out;
+  }
+
+  // Column k of row statistics or the like, in sorted order.
+  std::vector<R> column(const Tensor& values, int k) const { return sorted(values.select(1, k), m.row, 1); }
+
+  void take_thresholds(const Tensor& thresholds) {
+    TORCH_CHECK(thresholds.dim() == 2 && thresholds.size(0) == m.n_rows && thresholds.size(1) == 2, "mined: got ",
+                thresholds.sizes(), ", wanted [", m.n_rows, ", 2]");
+    below = column(thresholds, 0), above = column(thresholds, 1);
   }
 
   const PairKernels<R>& kernel(Side side) const { return m.k.pair[policy][side == Side::negatives][mined]; }
@@ -110,7 +120,8 @@ struct PairEngine {
 };
 
 template <class R>
-std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows, std::optional<double> epsilon) {
+std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows, std::optional<double> epsilon,
+                                           const OptionalTensor& known) {
   Matrix<R>& m = e.m;
   const int64_t n = m.n_rows;
   const int K = int(e.slots.size());
@@ -141,22 +152,15 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
     return f.n_live;
   };
 
+  const bool mines = e.mined && !known;
   std::vector<R> hardest;
-  if (e.mined) {  // positives first: their least similar one is what negatives are compared with
+  if (mines) {  // positives first: their least similar one is what negatives are compared with
     e.above.assign(n, inf);
-    m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
-      Workspace<R>& w = e.work[worker];
-      m.tile(i0, ni, j0, nj, w);
-      m.positives(i0, ni, j0, nj, w);
-      for (int i = 0; i < ni; ++i)
-        for (int j = w.skip1[i]; j < nj; ++j) {
-          const R u = w.u[int64_t(i) * nj + j];
-          e.above[i0 + i] = std::min(e.above[i0 + i], u);
-          if (m.symmetric) e.above[j0 + j] = std::min(e.above[j0 + j], u);
-        }
-    });
+    m.for_positives(e.work, [&](int64_t i, int64_t, R u) { e.above[i] = std::min(e.above[i], u); });
     for (R& v : e.above) v -= R(*epsilon);
     hardest.assign(n, -inf);
+  } else if (e.mined) {
+    e.take_thresholds(*known);
   }
   if (e.has(Side::negatives) && m.n_cols) {
     const int capacity = tile_capacity(m.T, m.col_block);
@@ -165,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
     std::vector<int> count(widest);
     m.for_tiles(
         [&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker, int64_t, int64_t place) {
-          count[place] = run(i0, ni, j0, nj, Side::negatives, e.work[worker], e.mined ? &hardest : nullptr,
+          count[place] = run(i0, ni, j0, nj, Side::negatives, e.work[worker], mines ? &hardest : nullptr,
                              listing ? found.data() + place * capacity : nullptr, capacity);
         },
         [&](int64_t first, int64_t tiles) {  // in the order of the schedule, so that which tiles fit is always the same
@@ -179,7 +183,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
           }
         });
   }
-  if (e.mined) {
+  if (mines) {
     e.below = hardest;
     for (R& v : e.below) v += R(*epsilon);
   }
@@ -209,14 +213,13 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
   Matrix<R>& m = e.m;
   const int K = int(e.slots.size());
   constexpr R inf = std::numeric_limits<R>::infinity();
-  auto column = [&](const Tensor& values, int k) { return e.sorted(values.select(1, k), m.row, 1); };
   std::vector<std::vector<R>> g(K), s(K);
   for (int k = 0; k < K; ++k) {
-    g[k] = column(grad, k), s[k] = column(stats, k);
+    g[k] = e.column(grad, k), s[k] = e.column(stats, k);
     if (e.slots[k].kind == Kind::log_sum_exp)
       for (R& v : s[k]) v = v == -inf ? inf : v;  // a sum of nothing has no shares
   }
-  if (e.mined) e.below = column(thresholds, 0), e.above = column(thresholds, 1);
+  if (e.mined) e.take_thresholds(thresholds);
   m.start_gradient(want_rows, want_cols);
 
   auto describe = [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w) {
@@ -269,19 +272,22 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
       double sharpness
 #define PYDML_ENGINE(R)                                                                                           \
   PairEngine<R> engine(rows, cols, row_labels, col_labels, row_field, col_field, policy, params, view, normalize, \
-                       epsilon.has_value(), pool, sharpness)
+                       epsilon.has_value(), pool, sharpness, selves)
 
-std::tuple<Tensor, Tensor, Tensor> pair(PYDML_ARGUMENTS) {
+// selves: the column that each row itself is, where rows are some of the columns. mined: thresholds that are known
+// already, where these columns are a part of those that were mined.
+std::tuple<Tensor, Tensor, Tensor> pair(PYDML_ARGUMENTS, const OptionalTensor& selves, const OptionalTensor& mined) {
   if (compute_type(rows) == at::kDouble) {
     PYDML_ENGINE(double);
-    return forward(engine, rows, epsilon);
+    return forward(engine, rows, epsilon, mined);
   }
   PYDML_ENGINE(float);
-  return forward(engine, rows, epsilon);
+  return forward(engine, rows, epsilon, mined);
 }
 
 std::tuple<Tensor, Tensor> pair_backward(const Tensor& grad, const Tensor& stats, const Tensor& thresholds,
-                                         const Tensor& saved, PYDML_ARGUMENTS, bool want_rows, bool want_cols) {
+                                         const Tensor& saved, PYDML_ARGUMENTS, bool want_rows, bool want_cols,
+                                         const OptionalTensor& selves) {
   if (compute_type(rows) == at::kDouble) {
     PYDML_ENGINE(double);
     return backward(engine, grad, stats, thresholds, saved, want_rows, want_cols);
@@ -295,15 +301,13 @@ std::tuple<Tensor, Tensor> pair_backward(const Tensor& grad, const Tensor& stats
 TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
   m.def(
       "pair(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, Tensor? row_field, Tensor? col_field, "
-      "str "
-      "policy, float[] params, str view, bool normalize, float? epsilon, int pool, float sharpness) -> (Tensor, "
-      "Tensor, "
-      "Tensor)");
+      "str policy, float[] params, str view, bool normalize, float? epsilon, int pool, float sharpness, Tensor? "
+      "selves=None, Tensor? mined=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "pair_backward(Tensor grad, Tensor stats, Tensor thresholds, Tensor saved, Tensor rows, Tensor? cols, Tensor "
       "row_labels, Tensor? col_labels, Tensor? row_field, Tensor? col_field, str policy, float[] params, str view, "
-      "bool "
-      "normalize, float? epsilon, int pool, float sharpness, bool want_rows, bool want_cols) -> (Tensor, Tensor)");
+      "bool normalize, float? epsilon, int pool, float sharpness, bool want_rows, bool want_cols, Tensor? selves=None) "
+      "-> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("pair", pair);

@@ -8,7 +8,7 @@ namespace {
 template <class R>
 std::tuple<Tensor, Tensor, Tensor, Tensor> run(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                                const OptionalTensor& col_labels, bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, View::dot, normalize, Ties::exact);
+  const Matrix<R> m(rows, cols, row_labels, col_labels, {}, View::dot, normalize, Ties::exact);
   auto work = m.workspaces();
   const Positives<R> positives(m, work);
   const int64_t n = m.n_rows;

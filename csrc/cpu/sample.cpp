@@ -21,7 +21,7 @@ inline double uniform(uint64_t seed, uint64_t counter) {
 template <class R>
 Tensor run(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels, const OptionalTensor& col_labels,
            const Tensor& anchors, const Tensor& seed, double cutoff, double nonzero_loss_cutoff) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, View::euclidean, true);
+  const Matrix<R> m(rows, cols, row_labels, col_labels, {}, View::euclidean, true);
   auto work = m.workspaces();
   const Tensor given = anchors.contiguous();
   const int64_t* anchor = given.const_data_ptr<int64_t>();

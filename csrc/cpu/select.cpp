@@ -20,19 +20,8 @@ struct Extreme {
 template <class R>
 Extreme<R> among_positives(const Matrix<R>& m, std::vector<Workspace<R>>& work, R sign, const std::vector<R>* floor) {
   Extreme<R> best(m.n_rows);
-  auto offer = [&](int64_t i, int64_t j, R u) {
+  m.for_positives(work, [&](int64_t i, int64_t j, R u) {
     if (!floor || u > (*floor)[i]) best.offer(i, sign * u, m.col.place(j));
-  };
-  m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
-    Workspace<R>& w = work[worker];
-    m.tile(i0, ni, j0, nj, w);
-    m.positives(i0, ni, j0, nj, w);
-    for (int i = 0; i < ni; ++i)
-      for (int j = w.skip1[i]; j < nj; ++j) {
-        const R u = w.u[int64_t(i) * nj + j];
-        offer(i0 + i, j0 + j, u);
-        if (m.symmetric) offer(j0 + j, i0 + i, u);
-      }
   });
   return best;
 }
@@ -70,8 +59,8 @@ Extreme<R> among_negatives(const Matrix<R>& m, std::vector<Workspace<R>>& work, 
 template <class R>
 std::tuple<Tensor, Tensor> run_extremes(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                         const OptionalTensor& col_labels, Text positive, Text negative, Text view,
-                                        bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact);
+                                        bool normalize, const OptionalTensor& selves) {
+  const Matrix<R> m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::exact);
   auto work = m.workspaces();
   constexpr R inf = std::numeric_limits<R>::infinity();
   auto chosen = [&](const Extreme<R>& e, R sign, R missing) {
@@ -128,8 +117,8 @@ struct Best {
 template <class R>
 std::tuple<Tensor, Tensor> run_topk(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                     const OptionalTensor& col_labels, Text policy, at::ArrayRef<double> numbers,
-                                    int64_t k, Text side, Text view, bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact);
+                                    int64_t k, Text side, Text view, bool normalize, const OptionalTensor& selves) {
+  const Matrix<R> m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::exact);
   auto work = m.workspaces();
   std::vector<R> params(numbers.begin(), numbers.end());
   params.resize(8);
@@ -187,7 +176,7 @@ template <class R>
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const OptionalTensor& cols,
                                                      const Tensor& row_labels, const OptionalTensor& col_labels,
                                                      std::optional<double> epsilon, Text view, bool normalize) {
-  const Matrix<R> m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact);
+  const Matrix<R> m(rows, cols, row_labels, col_labels, {}, view_of(view), normalize, Ties::exact);
   auto work = m.workspaces();
   constexpr R inf = std::numeric_limits<R>::infinity();
   std::vector<R> below(m.n_rows, inf), above(m.n_rows, -inf);
@@ -240,17 +229,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const O
 
 std::tuple<Tensor, Tensor> extremes(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                     const OptionalTensor& col_labels, Text positive, Text negative, Text view,
-                                    bool normalize) {
+                                    bool normalize, const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
-    return run_extremes<decltype(r)>(rows, cols, row_labels, col_labels, positive, negative, view, normalize);
+    return run_extremes<decltype(r)>(rows, cols, row_labels, col_labels, positive, negative, view, normalize, selves);
   });
 }
 
 std::tuple<Tensor, Tensor> topk(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                 const OptionalTensor& col_labels, Text policy, at::ArrayRef<double> params, int64_t k,
-                                Text side, Text view, bool normalize) {
+                                Text side, Text view, bool normalize, const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
-    return run_topk<decltype(r)>(rows, cols, row_labels, col_labels, policy, params, k, side, view, normalize);
+    return run_topk<decltype(r)>(rows, cols, row_labels, col_labels, policy, params, k, side, view, normalize, selves);
   });
 }
 
@@ -267,11 +256,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mined(const Tensor& rows, const Optio
 TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
   m.def(
       "extremes(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str positive, str negative, str "
-      "view, "
-      "bool normalize) -> (Tensor, Tensor)");
+      "view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor)");
   m.def(
       "topk(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str policy, float[] params, int k, str "
-      "side, str view, bool normalize) -> (Tensor, Tensor)");
+      "side, str view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor)");
   m.def(
       "mined(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, float? epsilon, str view, bool "
       "normalize) "

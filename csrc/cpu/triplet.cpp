@@ -17,8 +17,9 @@ struct TripletEngine {
   std::vector<int64_t> where, names;  // semi-hard: [most, n] original column; original row of every place
 
   TripletEngine(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
-                const OptionalTensor& col_labels, double gap, bool soft, Text view, bool normalize)
-      : m(rows, cols, row_labels, col_labels, view_of(view), normalize, Ties::exact),
+                const OptionalTensor& col_labels, double gap, bool soft, Text view, bool normalize,
+                const OptionalTensor& selves)
+      : m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::exact),
         work(m.workspaces()),
         positives(m, work),
         margin(R(gap)),
@@ -161,9 +162,9 @@ std::tuple<Tensor, Tensor> backward(TripletEngine<R>& e, const Tensor& grad, boo
 
 std::tuple<Tensor, Tensor> triplet(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                    const OptionalTensor& col_labels, Text mode, double margin, bool, bool smooth,
-                                   Text view, bool normalize) {
+                                   Text view, bool normalize, const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
-    TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize);
+    TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, selves);
     return forward(e, mode == "semihard", rows);
   });
 }
@@ -171,9 +172,9 @@ std::tuple<Tensor, Tensor> triplet(const Tensor& rows, const OptionalTensor& col
 std::tuple<Tensor, Tensor> triplet_backward(const Tensor& grad, const Tensor& rows, const OptionalTensor& cols,
                                             const Tensor& row_labels, const OptionalTensor& col_labels, Text mode,
                                             double margin, bool, bool smooth, Text view, bool normalize, bool want_rows,
-                                            bool want_cols) {
+                                            bool want_cols, const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
-    TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize);
+    TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, selves);
     return backward(e, grad, mode == "semihard", want_rows, want_cols);
   });
 }
@@ -183,11 +184,11 @@ std::tuple<Tensor, Tensor> triplet_backward(const Tensor& grad, const Tensor& ro
 TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
   m.def(
       "triplet(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str mode, float margin, bool swap, "
-      "bool "
-      "smooth, str view, bool normalize) -> (Tensor, Tensor)");
+      "bool smooth, str view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor)");
   m.def(
       "triplet_backward(Tensor grad, Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str mode, float "
-      "margin, bool swap, bool smooth, str view, bool normalize, bool want_rows, bool want_cols) -> (Tensor, Tensor)");
+      "margin, bool swap, bool smooth, str view, bool normalize, bool want_rows, bool want_cols, Tensor? "
+      "selves=None) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("triplet", triplet);

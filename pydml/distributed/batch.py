@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pydml import ops
+from pydml.among import among
 from pydml.backends import kernel
 from pydml.distributed.engines import (
     Engine,
@@ -38,7 +39,6 @@ from pydml.distributed.group import Group
 from pydml.distributed.walk import WALKS, Walk
 from pydml.losses.batch import Batch, pair_stats
 from pydml.policy import POLICIES
-from pydml.tiled.among import among
 
 
 @dataclass
@@ -173,9 +173,8 @@ class ShardedBatch(Batch):
         cols = gather_columns(self.rows if self.cols is None else self.cols, shards.group, sizes, "embeddings")
         selves = torch.arange(shards.own.start, shards.own.stop, device=cols.device) if self.ref is None else None
         sides = self._sides()
-        total, above = among(
-            self.rows, cols, selves, "triplet", sides.row_labels[shards.own], sides.col_labels, *options
-        )
+        labels = sides.row_labels[shards.own], sides.col_labels
+        total, above = among(self.rows, cols, selves, self.backend, "triplet", *labels, *options)
         both = self._gather(torch.stack((total, above), 1), "sums over triplets")
         return both[:, 0], both[:, 1].detach()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from pydml.among import KNOWING
 from pydml.backends import kernel
 from pydml.distributed.walk import Walk
 from pydml.policy import POLICIES, LogSumExp
@@ -151,7 +152,7 @@ def row_statistics(
 class Pair(Engine):
     """A policy's statistics; with ``thresholds`` [B, 2] of all rows, of the mined pairs only.
 
-    Mined pairs are the tiled engine's: the others take no thresholds that they did not find themselves.
+    Engines that take no thresholds from elsewhere leave mined pairs to the tiled one.
     """
 
     def __init__(
@@ -168,7 +169,8 @@ class Pair(Engine):
         self.row_field, self.col_field, self.thresholds = row_field, col_field, thresholds
         self.slots = POLICIES[policy].slots
         self.logs = torch.tensor([isinstance(slot, LogSumExp) for slot in self.slots], device=sides.row_labels.device)
-        self.backend = "tiled" if thresholds is not None else sides.backend
+        given = thresholds is not None and sides.backend not in KNOWING
+        self.backend = "tiled" if given else sides.backend
 
     def empty(self, rows: Tensor) -> Tensor:
         return torch.where(self.logs, -torch.inf, 0.0).to(rows.dtype).expand(len(rows), -1)
@@ -185,9 +187,8 @@ class Pair(Engine):
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
         options = self._options(cols, i, j)
-        if self.thresholds is not None:
-            return kernel("tiled", "pair")(rows, cols, *options, mined=self.thresholds[i])[0], None
-        stats, _, saved = kernel(self.backend, "pair")(rows, cols, *options)
+        known = {} if self.thresholds is None else {"mined": self.thresholds[i]}
+        stats, _, saved = kernel(self.backend, "pair")(rows, cols, *options, **known)
         return stats, saved
 
     def backward(
@@ -211,7 +212,12 @@ class Hardest(Engine):
         return torch.stack((torch.maximum(a[:, 0], b[:, 0]), torch.minimum(a[:, 1], b[:, 1])), 1)
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
-        return torch.cat([mine(tile, 0.0) for tile in self.sides.matrix(rows, cols, i, j).tiles()]), None
+        sides = self.sides
+        if sides.backend != "cpu":
+            return torch.cat([mine(tile, 0.0) for tile in sides.matrix(rows, cols, i, j).tiles()]), None
+        # the thresholds that its pair engine would mine with, by the cheapest policy that can be mined
+        labels, view = sides.labels(i, j, cols), (sides.view, sides.normalize)
+        return kernel("cpu", "pair")(rows, cols, *labels, None, None, "mean", [], *view, 0.0, 1, 1.0)[1], None
 
 
 class Histogram(Engine):
