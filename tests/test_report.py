@@ -14,7 +14,7 @@ from PIL import Image
 from toy_images import image_set, splits
 
 from pydml.cli import main
-from pydml.report import Run, write
+from pydml.report import Run, figures, write
 from pydml.report.runs import read_all
 from pydml.train import Config, Trainer, snapshot
 
@@ -145,3 +145,9 @@ def test_the_page_opens_in_a_browser(runs: list[Path], tmp_path: Path) -> None:
     with Image.open(shot) as image:
         pixels = np.asarray(image.convert("L"))
     assert pixels.shape == (3000, 1000) and (pixels < 128).mean() > 0.005 and (pixels > 250).mean() > 0.3
+
+
+def test_labels_leave_out_what_the_font_cannot_draw() -> None:
+    assert figures._short("U+4E2D 中") == "U+4E2D"
+    assert figures._short("U+03CB ϋ") == "U+03CB ϋ"
+    assert figures._short("x" * 30) == "x" * 23 + "…"

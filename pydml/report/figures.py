@@ -7,7 +7,9 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import font_manager
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from pydml.report.runs import Run
 
@@ -32,8 +34,8 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def _figure(width: float, height: float, **options: Any) -> Figure:
-    return Figure(figsize=(width, height), layout="constrained", **options)
+def _figure(width: float, height: float, between: float = 0.02) -> Figure:
+    return Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=between))
 
 
 def _colour(i: int) -> str:
@@ -135,7 +137,7 @@ def similarities(runs: Sequence[Run]) -> Figure | None:
     if not shown:
         return None
     columns = min(2, max(len(run.snapshots) for run in shown))
-    figure = _figure(4.6 * columns, 2.8 * len(shown))
+    figure = _figure(4.6 * columns, 2.8 * len(shown), between=0.06)  # ticks of neighbours meet there
     grid = figure.subplots(len(shown), columns, squeeze=False, sharex=True)
     filled = [np.flatnonzero(s["positives"] + s["negatives"]) for run in shown for s in run.snapshots]
     bins = len(shown[0].snapshots[0]["positives"])
@@ -180,9 +182,12 @@ def gallery(run: Run) -> Figure | None:
                 for spine in axes.spines.values():
                     spine.set(visible=True, color=colour, linewidth=1 if j == 0 else 2.6)
                 if j == 0:
-                    axes.set_title(_short(str(names[at, 0])), fontsize=6, fontweight="normal", pad=2, loc="left")
+                    axes.set_title(_short(str(names[at, 0])), fontsize=8, fontweight="normal", pad=3, loc="left")
     return figure
 
 
 def _short(name: str) -> str:
+    """A class name as a label: what the font can draw of it, a Han character or an emoji it cannot."""
+    font = font_manager.get_font(font_manager.findfont(font_manager.FontProperties()))
+    name = "".join(c for c in name if font.get_char_index(ord(c))).strip()
     return name if len(name) <= 24 else name[:23] + "…"
