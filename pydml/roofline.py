@@ -22,18 +22,20 @@ class GPU:
     vector: float  # fp32 instructions/s of the ordinary cores (a fused multiply-add is one)
     bandwidth: float  # bytes/s
     processors: int
-    chunk: int  # columns of dL/dx that a program of the pair engine owns (triton_kernels/table.py)
+    architecture: str
+    chunk: int  # columns of dL/dx that a program of the pair or histogram engine owns (triton_kernels/table.py)
+    triplet: int  # and one of the triplet engine
 
 
 GPUS = (
-    GPU("A100", 312e12, 9.7e12, 2.0e12, 108, 256),
-    GPU("H100", 989e12, 33.5e12, 3.35e12, 132, 256),
-    GPU("B200", 2250e12, 37.5e12, 8.0e12, 148, 128),
+    GPU("A100", 312e12, 9.7e12, 2.0e12, 108, "sm_80", 256, 128),
+    GPU("H100", 989e12, 33.5e12, 3.35e12, 132, "sm_90", 256, 256),
+    GPU("B200", 2250e12, 37.5e12, 8.0e12, 148, "sm_100", 256, 256),
 )
 SIZES = (4096, 32768, 1 << 20)
 WIDTH = 512
-#: Rows that a program owns (triton_kernels/table.py), and columns of dL/dx in histogram.py and triplet.py.
-ROWS, NARROW = 64, 64
+#: Rows that a program owns (triton_kernels/table.py).
+ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Cost:
 
 def costs(width: int, gpu: GPU) -> tuple[Cost, ...]:
     """Forward and backward of every engine, and of the ways that others go."""
-    chunks, narrow = -(-width // gpu.chunk), -(-width // NARROW)
+    chunks, narrow = -(-width // gpu.chunk), -(-width // gpu.triplet)
     return (
         Cost("pair, forward", 1, 20, 0, 1),
         Cost("pair, backward", chunks + 1, 30 * chunks, 0, chunks + 1),
@@ -76,7 +78,7 @@ def costs(width: int, gpu: GPU) -> tuple[Cost, ...]:
         Cost(
             "pair, both, 95 % of the tiles dead", 1 + 0.05 * (chunks + 1), 20 + 1.5 * chunks, 0, 1 + 0.05 * (chunks + 1)
         ),
-        Cost("histogram (11 nodes), both", narrow + 2, 60 + 25 * narrow, 0, narrow + 2),
+        Cost("histogram (11 nodes), both", chunks + 2, 60 + 25 * chunks, 0, chunks + 2),
         Cost("triplet (3 positives a row), both", narrow + 4, 60 + 40 * narrow, 0, narrow + 4),
         Cost("select: extremes", 1, 15, 0, 1),
         Cost("select: top-K", 1, 15, 0, 1),

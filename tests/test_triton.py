@@ -28,6 +28,7 @@ from helpers import (
 from helpers import run as step
 
 import pydml
+from pydml import roofline
 
 WHY_NOT = pydml.backends()["triton"]
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"triton: {WHY_NOT}")
@@ -224,6 +225,33 @@ def test_without_triton_the_package_works_and_says_why() -> None:
     assert "triton" in done.stdout
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", ["MultiSimilarityLoss", "ContrastiveLoss", "FastAPLoss", "TripletMarginLoss"])
+def test_the_tiles_of_real_architectures_fit_each_other(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward tiles differ there, and each has to find the other's flags and ranges."""
+    table = importlib.import_module("pydml.triton_kernels.table")
+    monkeypatch.setattr(table, "tiles", lambda _, math, width, kind: table._default(arch, math, width, kind))
+    loss_fn = getattr(pydml.losses, name)(**({"epsilon": 0.1} if name == "MultiSimilarityLoss" else {}))
+    z, labels = make_batch("trained", 150, 12, 9, 0, torch.float32)
+    z[70] = z[140]  # near pairs, in a tile of their own
+    leaves = [z.clone().requires_grad_() for _ in range(2)]
+    values = [loss_fn(leaf, labels, backend=b) for leaf, b in zip(leaves, ("triton", "dense"), strict=True)]
+    torch.stack(values).sum().backward()
+    assert_close(values[0], values[1], 1e-5)
+    assert_close(leaves[0].grad, leaves[1].grad, 1e-5)
+
+
+def test_the_predictions_are_for_the_tables_tiles() -> None:
+    table = importlib.import_module("pydml.triton_kernels.table")
+    for gpu in roofline.GPUS:
+        kinds = ("backward", "histogram", "triplet")
+        tiles = [table.tiles(gpu.architecture, "bf16", 512, kind) for kind in kinds]
+        assert [t.chunk for t in tiles] == [gpu.chunk, gpu.chunk, gpu.triplet]
+        assert {t.rows for t in tiles} == {roofline.ROWS}
+        entry = next(a for a in table.ARCHITECTURES if a.name == gpu.architecture)
+        assert entry.processors == gpu.processors
+
+
 def test_compilers_see_the_launches() -> None:
     """Without the interpreter, and without running anything: the traced graph holds Triton launches, not our op."""
     program = (
@@ -260,14 +288,18 @@ def test_tuning_writes_a_table_that_is_used(tmp_path: Path, monkeypatch: pytest.
     arguments = ["--device", "cpu", "--batch", "33", "--widths", "16", "--dtypes", "float32", "--repeats", "1"]
     assert tune.main([str(file), *arguments]) == 0
     entries = json.loads(file.read_text())
-    key = table.key("interpreter", "ieee", 16, True)
-    assert set(entries) == {key, table.key("interpreter", "ieee", 16, False)}
+    key = table.key("interpreter", "ieee", 16, "backward")
+    assert set(entries) == {key, table.key("interpreter", "ieee", 16, "forward")}
     file.write_text(json.dumps({key: {**entries[key], "rows": 16}}))
     monkeypatch.setenv("PYDML_TILES", str(file))
     for cached in (table._tuned, table.tiles):
         cached.cache_clear()
     try:
-        assert table.tiles("interpreter", "ieee", 16, True).rows == 16
+        assert table.tiles("interpreter", "ieee", 16, "backward").rows == 16
+        file.write_text(json.dumps({"interpreter/ieee/16/sideways": {}}))
+        table._tuned.cache_clear()
+        with pytest.raises(ValueError, match=r"PYDML_TILES.*sideways"):
+            table._tuned()
     finally:
         monkeypatch.delenv("PYDML_TILES")
         for cached in (table._tuned, table.tiles):

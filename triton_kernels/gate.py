@@ -86,11 +86,11 @@ class Outcome:
     multiplies: bool  # has it a matrix product that is worth one?
     error: str = ""
 
-    def faults(self, spills: int = 0) -> list[str]:
-        """Why it does not pass, where so many bytes of spilled registers are let pass."""
+    def faults(self) -> list[str]:
+        """Why it does not pass."""
         limit = next(a.shared for a in table.ARCHITECTURES if a.name == self.arch)
         found = [self.error] if self.error else []
-        if self.spilled > spills:
+        if self.spilled:
             found.append(f"{self.spilled} bytes of spilled registers")
         if self.shared > limit:
             found.append(f"{self.shared} bytes of shared memory, {limit} are there")
@@ -256,10 +256,8 @@ def report(outcomes: Sequence[Outcome]) -> list[str]:
         cells = []
         for arch in archs:
             mine = [o for o in outcomes if o.name == name and o.arch == arch]
-            bad = sum(1 for o in mine if o.faults(spills=1 << 20))
-            spilled = [o.spilled for o in mine if o.spilled]
+            bad = sum(1 for o in mine if o.faults())
             worst = f"{max(o.registers for o in mine)}, {max(o.shared for o in mine) / 1024:.0f} KiB" if mine else "-"
-            worst += f", {len(spilled)} of {len(mine)} spill up to {max(spilled)} B" if spilled else ""
             cells.append(worst + (f", **{bad} of {len(mine)} fail**" if bad else ""))
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
@@ -284,7 +282,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--archs", nargs="+", default=ARCHS, choices=ARCHS)
     parser.add_argument("--maths", nargs="+", default=table.MATHS, choices=table.MATHS)
     parser.add_argument("--widths", nargs="+", default=WIDTHS, type=int)
-    parser.add_argument("--spills", type=int, default=0, help="bytes of spilled registers that are let pass")
     parser.add_argument("--only", default="", help="only kernels whose name has this in it")
     parser.add_argument("--json", help="write what was found to this file")
     parser.add_argument("--publish", action="store_true", help="write the table to docs/gpu.md, in a clone")
@@ -295,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             json.dump([asdict(o) for o in outcomes], file, indent=0)
     if options.publish:
         publish(outcomes, Path(__file__).resolve().parents[1] / "docs" / "gpu.md")
-    bad = [(o, o.faults(options.spills)) for o in outcomes if o.faults(options.spills)]
+    bad = [(o, o.faults()) for o in outcomes if o.faults()]
     for o, faults in bad:
         print(f"{o.arch} {o.math} d={o.width} {o.name} ({o.what}): {'; '.join(faults)}")
     print(f"{len(outcomes)} variants compiled, {len(bad)} with faults")

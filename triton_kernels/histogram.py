@@ -3,7 +3,7 @@
 Forward, (1 + share of tiles with positives)·⌈nodes/128⌉ u (u = one B×B×d product): a program owns BM rows and up to 128
 nodes of one side's counts, in registers. Per tile it visits only the nodes between the tile's least and largest u, and
 each of them gathers its own triangle of the pairs: no scatter, so the bits are the same every time.
-Backward, (⌈d/64⌉+1)u as in the pair engine; a pair's weight is the slope of its row's table between two nodes. A tile
+Backward, (⌈d/256⌉+1)u as in the pair engine; a pair's weight is the slope of its row's table between two nodes. A tile
 whose range of u, kept by the forward pass, lies where the tables of its rows are flat is not computed again.
 Pairs too near for D² = 2-2S are no case of their own: a count is off by 1e-6 of a node at most. That is not so for D,
 of which no loss counts; such histograms run on the tiled engine.
@@ -21,8 +21,8 @@ from pydml.triton_kernels.functions import relu
 from pydml.triton_kernels.matrix import Matrix, Side, launch, tiles_for
 from pydml.triton_kernels.tile import finish, members, negative_tile, negative_tiles, push, span, tile_u
 
-#: Nodes whose counts, and columns of dL/dx, that a program holds in registers; S is computed once for each block.
-NODE_BLOCK, CHUNK = 128, 64
+#: Nodes whose counts a program holds in registers; S is computed once for each block of them.
+NODE_BLOCK = 128
 
 
 @triton.jit
@@ -135,11 +135,16 @@ def gather(
 @triton.jit
 def histogram_backward_kernel(
     X, Y, X2, Y2, FIRST, LAST, SLOPES, STEEP, RANGES, G, n_rows, n_cols, nodes, range_tiles, g_slice, low, inverse,
-    OWN: tl.constexpr, OTHER: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr,
-    SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr, SPLITS: tl.constexpr, RANGE_ROWS: tl.constexpr, RANGE_COLS: tl.constexpr,
+    D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    GD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dL/dx of BM own rows, GD of its columns, over one part of the other side. OWN, OTHER: whose rows are anchors."""
+    """dL/dx of BM own rows, GD of its columns, over one part of the other side. OWN, OTHER: whose rows are anchors.
+
+    RANGES are those of the forward pass' tiles, RANGE_ROWS×RANGE_COLS.
+    """
+    tl.static_assert(RANGE_ROWS % BM == 0 and RANGE_COLS % BN == 0, "a tile lies in one tile of the forward pass")
+    tl.static_assert(RANGE_ROWS % BN == 0 and BM % RANGE_COLS == 0, "and its mirror image in whole ones of one row")
     block, part, chunk = tl.program_id(0), tl.program_id(2), tl.program_id(1) * GD
     rows = block * BM + tl.arange(0, BM)
     first, last, low_tile, high_tile = span(FIRST, LAST, rows, n_rows, BN)
@@ -149,14 +154,15 @@ def histogram_backward_kernel(
     total = tl.zeros((BM, 16), tl.float32)
     for t in range(0, negative_tiles(start, stop, low_tile, high_tile)):
         tile = negative_tile(t, start, low_tile, high_tile)
-        live = BM < BN  # else one tile of the forward pass has the other side's rows, and BM // BN of them the own ones
-        if OWN and BM >= BN:
-            live = live | steep(rows, n_rows, block, tile, RANGES, STEEP, range_tiles, nodes)
-        if OTHER and BM >= BN:
+        live = False
+        if OWN:
+            live = live | steep(rows, n_rows, block * BM // RANGE_ROWS, tile * BN // RANGE_COLS, RANGES, STEEP,
+                                range_tiles, nodes)  # fmt: skip
+        if OTHER:
             cols = tile * BN + tl.arange(0, BN)
-            for k in tl.static_range(BM // BN):
-                live = live | steep(cols, n_cols, tile * BN // BM, block * (BM // BN) + k, RANGES, STEEP, range_tiles,
-                                    nodes)  # fmt: skip
+            for k in tl.static_range(BM // RANGE_COLS):
+                live = live | steep(cols, n_cols, tile * BN // RANGE_ROWS, block * BM // RANGE_COLS + k, RANGES, STEEP,
+                                    range_tiles, nodes)  # fmt: skip
         if live:
             g, total = gather(g, total, tile, X, Y, X2, Y2, first, last, rows, SLOPES, n_rows, n_cols, nodes, chunk,
                               low, inverse, OWN, OTHER, D, VIEW, SYMMETRIC, BM, BN, BD, GD, PRECISION,
@@ -184,7 +190,7 @@ def histogram(
     if m.empty or view == "euclidean":
         counts = tiled.histogram(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize)
         return counts[0], counts[1], ranges
-    tiles = m.tiles(backward=True)  # a program's counts take as many registers as its gradient
+    tiles = m.tiles("backward")  # a program's counts take as many registers as a gradient
     blocks, col_tiles = triton.cdiv(m.row.size, tiles.rows), triton.cdiv(m.col.size, tiles.cols)
     held = min(max(16, triton.next_power_of_2(nodes)), NODE_BLOCK)
     node_blocks = triton.cdiv(nodes, held)
@@ -207,7 +213,7 @@ def histogram(
 
 def histogram_saved(rows: Tensor, cols: Tensor | None) -> int:
     """Tiles of which :func:`histogram` keeps the range."""
-    tiles = tiles_for(rows, backward=True)
+    tiles = tiles_for(rows, "backward")
     n_cols = rows.shape[0] if cols is None else cols.shape[0]
     return triton.cdiv(rows.shape[0], tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
@@ -239,23 +245,22 @@ def histogram_backward(
     m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
     if m.empty:
         return m.no_gradients(want_rows, want_cols)
-    tiles = m.tiles(backward=True)
+    tiles, forward = m.tiles("histogram"), m.tiles("backward")
     inverse = (nodes - 1) / (high - low)
     slopes = torch.stack([m.row.sort(g).diff(dim=1) * inverse for g in (grad_negatives, grad_positives)])
     # How many slopes of a row's negatives up to each node are not 0.
     steps = torch.nn.functional.pad((slopes[0] != 0).cumsum(1, dtype=torch.int32), (1, 0))
 
     def run(own: Side, other: Side, is_row: bool) -> None:
-        chunk = min(tiles.chunk, CHUNK)  # the tables' addresses take registers too
-        blocks, chunks = triton.cdiv(own.size, tiles.rows), own.width // chunk
+        blocks, chunks = triton.cdiv(own.size, tiles.rows), own.width // tiles.chunk
         splits = m.splits(blocks * chunks, triton.cdiv(other.size, tiles.cols))
         g = own.x.new_empty(splits, *own.packed.shape)
         launch(
             histogram_backward_kernel, (blocks, chunks, splits), m.device,
             own.packed, other.packed, own.squares, other.squares, *m.ranges(own, other), slopes, steps, ranges, g,
-            own.size, other.size, nodes, triton.cdiv(m.col.size, tiles.cols), own.packed.numel(), low, inverse,
-            OWN=is_row, OTHER=m.symmetric or not is_row, SPLITS=splits,
-            GD=chunk, **m.constants(tiles),
+            own.size, other.size, nodes, triton.cdiv(m.col.size, forward.cols), own.packed.numel(), low, inverse,
+            OWN=is_row, OTHER=m.symmetric or not is_row, SPLITS=splits, RANGE_ROWS=forward.rows,
+            RANGE_COLS=forward.cols, GD=tiles.chunk, **m.constants(tiles),
         )  # fmt: skip
         own.take_gradient(*m.poison(g))
 

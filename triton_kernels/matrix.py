@@ -39,10 +39,10 @@ def rounded(x: Tensor, math: str) -> Tensor:
     return x.to({"ieee": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[math])
 
 
-def tiles_for(z: Tensor, backward: bool) -> table.Tiles:
-    """The table's entry for embeddings like these."""
+def tiles_for(z: Tensor, kind: str) -> table.Tiles:
+    """The table's entry for embeddings like these, and a kind of launch."""
     arch = table.architecture(z.device).name
-    return table.tiles(arch, arithmetic(z), table.padded(z.shape[1]), backward)
+    return table.tiles(arch, arithmetic(z), table.padded(z.shape[1]), kind)
 
 
 class Side(sides.Side):
@@ -105,12 +105,8 @@ class Matrix:
         first = torch.searchsorted(other.labels, own.labels, out_int32=True)
         return first, torch.searchsorted(other.labels, own.labels, out_int32=True, right=True)
 
-    def tiles(self, backward: bool) -> table.Tiles:
-        return tiles_for(self.row.given, backward)
-
-    def exact_tiles(self) -> table.Tiles:
-        """For the rare tiles that are computed from differences."""
-        return table.exact_tiles(self.row.width)
+    def tiles(self, kind: str) -> table.Tiles:
+        return tiles_for(self.row.given, kind)
 
     def splits(self, programs: int, most: int) -> int:
         """Into how many parts the columns are split, so that few rows still fill the device."""

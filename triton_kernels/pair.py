@@ -136,11 +136,11 @@ def visit(
     if not EXACT:
         flag = tl.full((), 1, tl.int32)
         if MARK and not MIXED:
-            steep = tl.zeros_like(u)
+            flag = tl.zeros((), tl.int32)
             for k in tl.static_range(K):
                 if slot(POSITIVE, k) == 0 and slot(CONSTANT, k) == 0:
-                    steep += tl.abs(slope(POLICY, k, u, row, col, p0, p1, p2, p3, p4))
-            flag = tl.max(tl.where(diff & real[:, None] & (steep != 0), 1, 0))
+                    live = diff & real[:, None] & (slope(POLICY, k, u, row, col, p0, p1, p2, p3, p4) != 0)
+                    flag = tl.maximum(flag, tl.max(live.to(tl.int32)))
         if VIEW != "dot":
             flag = tl.where(near, 3, flag)
         if MARK or VIEW != "dot":
@@ -384,7 +384,7 @@ def flags(policy: str, epsilon: float | None, view: str) -> bool:
 
 def tile_count(m: Matrix) -> tuple[int, int]:
     """Tiles of the forward pass."""
-    tiles, (rows, cols) = m.tiles(backward=False), m.shape
+    tiles, (rows, cols) = m.tiles("forward"), m.shape
     return triton.cdiv(rows, tiles.rows), triton.cdiv(cols, tiles.cols)
 
 
@@ -416,7 +416,7 @@ def pair(
     if m.empty:
         return tiled.pair(rows, cols, row_labels, col_labels, row_field, col_field, policy, policy_params, view,
                           normalize, epsilon, pool_size, sharpness)  # fmt: skip
-    tiles = m.tiles(backward=False)
+    tiles = m.tiles("forward")
     blocks, col_tiles = tile_count(m)
     first, last = m.ranges(m.row, m.col)
     fields = m.row.sort(row_field), m.col.sort(col_field)
@@ -428,7 +428,7 @@ def pair(
         stats = m.row.x.new_empty(launches * splits, m.row.size, slots.count)
         extremes = m.row.x.new_empty(launches * splits, m.row.size if mines in (1, 2) else 0)
         for exact, (part, extreme) in enumerate(zip(stats.split(splits), extremes.split(splits), strict=True)):
-            cut = m.exact_tiles() if exact else tiles
+            cut = m.tiles("exact") if exact else tiles
             launch(
                 pair_forward_kernel, (triton.cdiv(m.row.size, cut.rows), splits), m.device,
                 m.row.packed, m.col.packed, m.row.squares, m.col.squares, first, last, *fields, threshold, part,
@@ -462,7 +462,7 @@ def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> in
     n_cols = n_rows if cols is None else cols.shape[0] // pool
     if not (n_rows and n_cols and flags(policy, epsilon, view)):
         return 0
-    tiles = tiles_for(rows, backward=False)
+    tiles = tiles_for(rows, "forward")
     return triton.cdiv(n_rows, tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
 
@@ -492,7 +492,8 @@ def pair_backward(
     m = Matrix(rows, cols, row_labels, col_labels, view, normalize, pool_size)
     if m.empty:
         return m.no_gradients(want_rows, want_cols)
-    tiles, forward = m.tiles(backward=True), m.tiles(backward=False)
+    half = m.symmetric and view == "dot" and not deterministic()
+    tiles, forward = m.tiles("half" if half else "backward"), m.tiles("forward")
     (grad,) = m.poison(grad)
     known = torch.where(torch.isneginf(stats), torch.inf, stats)  # a sum of nothing has no shares
     of_rows = [m.row.sort(t) for t in (grad, known, thresholds)]
@@ -505,11 +506,10 @@ def pair_backward(
         programs = triton.cdiv(own.size, tiles.rows) * (own.width // tiles.chunk) * own.pool
         splits = m.splits(programs, triton.cdiv(other.size, tiles.cols))
         launches = 1 if view == "dot" else 2
-        half = m.symmetric and view == "dot" and not deterministic()
         splits = 1 if half else splits
         g = (own.x.new_zeros if half else own.x.new_empty)(launches * splits, *own.packed.shape)
         for exact, part in enumerate(g.split(splits)):
-            cut = m.exact_tiles() if exact else tiles
+            cut = m.tiles("exact") if exact else tiles
             grid = (triton.cdiv(own.size, cut.rows), own.width // cut.chunk, splits * own.pool)
             launch(
                 pair_backward_kernel, grid, m.device,

@@ -110,7 +110,7 @@ def rank(
     m = Matrix(rows, cols, row_labels, col_labels, "dot", normalize)
     if m.empty:
         return tiled.rank(rows, cols, row_labels, col_labels, normalize)
-    tiles = replace(m.tiles(backward=False), cols=32, warps=8)  # of 64 columns, the counters spill
+    tiles = replace(m.tiles("forward"), cols=32, warps=8)  # of 64 columns, the counters spill
     number = torch.empty(m.row.size, dtype=torch.int32, device=m.device)
     above, hits = (number.new_empty(m.row.size, 2) for _ in "ah")
     share = torch.empty(m.row.size, 2, dtype=torch.float64, device=m.device)

@@ -203,9 +203,9 @@ class Pairs(Matrix):
         self.sides = (self.row.packed, self.col.packed, self.row.squares, self.col.squares)
         self.first, self.last = self.ranges(self.row, self.col)
 
-    def tiles(self, backward: bool) -> table.Tiles:
+    def tiles(self, kind: str) -> table.Tiles:
         """The table's, with more warps: the places and bounds of pairs take registers, and no kernel may spill."""
-        tiles = super().tiles(backward)
+        tiles = super().tiles(kind)
         return replace(tiles, warps=max(tiles.warps, 8))
 
     def parts(self, tiles: table.Tiles, rows: int, positive: bool) -> tuple[int, int]:
@@ -215,7 +215,7 @@ class Pairs(Matrix):
 
     def extreme(self, positive: bool, sign: int, bound: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """u of the largest sign·u of each sorted row and its column, ∓∞ and -1 where there is none."""
-        tiles = self.tiles(backward=False)
+        tiles = self.tiles("forward")
         grid = self.parts(tiles, self.row.size, positive)
         best = self.row.x.new_empty(grid[1], self.row.size)
         where = torch.empty_like(best, dtype=torch.int32)
@@ -229,7 +229,7 @@ class Pairs(Matrix):
 
     def kept(self, positive: bool, bound: Tensor | None) -> tuple[Tensor, Any]:
         """How many pairs of a side are kept, and a function that lists them in the order of (i, j)."""
-        tiles = self.tiles(backward=False)
+        tiles = self.tiles("forward")
         grid = self.parts(tiles, self.row.size, positive)
         count = self.first.new_zeros(grid[1], self.row.size)
 
@@ -324,7 +324,7 @@ def sample(
     draws = anchors.shape[0]
     if m.empty or not draws:
         return torch.full_like(anchors, -1)
-    tiles = replace(m.tiles(backward=False), cols=32)  # fp64 fills the registers sooner
+    tiles = replace(m.tiles("forward"), cols=32)  # fp64 fills the registers sooner
     grid = m.parts(tiles, draws, False)
     best = torch.empty(grid[1], draws, dtype=torch.float64, device=m.device)
     where = torch.empty_like(best, dtype=torch.int32)

@@ -50,18 +50,37 @@ ARCHITECTURES = (
 MATHS = ("ieee", "tf32", "bf16", "fp16")
 
 
-def _default(arch: str, math: str, width: int, backward: bool) -> Tiles:
-    """The table itself. Backward tiles are those of the largest gradient chunk that compiles without spills."""
+#: What a launch does, which decides how much it keeps in registers. forward: a pass over the columns; thresholds: one
+#: that holds the triplet engine's positives; backward: gradients of the pair engine, half: those of both sides by
+#: atomic additions; histogram, triplet: gradients of these engines, which look up tables; exact: distances from
+#: differences.
+KINDS = ("forward", "thresholds", "backward", "half", "histogram", "triplet", "exact")
+
+
+def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
+    """The table itself: gradient chunks are the largest ones that compile without spills (:mod:`.gate`).
+
+    Where a kernel needs a little more registers than would let two programs run at once, ptxas spills the difference;
+    numbers of warps and stages are such that it does not.
+    """
+    if kind == "exact":  # no matrix product to speak of, and rarely anything to do
+        return Tiles(32, 16, min(width, 32), min(width, 32), 8, 1)
     if arch == "interpreter":
-        return Tiles(32, 32, min(width, 32), min(width, 64), 4, 1)
+        return Tiles(32, 16 if kind == "triplet" else 32, min(width, 32), min(width, 64), 4, 1)
+    blackwell, small = arch == "sm_100", arch in ("sm_86", "sm_120", "gfx942")
+    old = small or arch == "sm_80"
     depth = min(width, 32 if math in ("ieee", "tf32") else 64)
-    small = arch in ("sm_86", "sm_120", "gfx942")
-    if not backward:
-        return Tiles(64, 64, depth, depth, 4, 2 if small or math == "ieee" else 3)
-    # Tiles of 32 columns: a thread holds several numbers of each of its columns, and more of them would spill.
-    if arch == "sm_100":
-        return Tiles(64, 32, depth, min(width, 128), 4, 2)
-    return Tiles(64, 32, depth, min(width, 128 if math == "ieee" or small else 256), 8, 2)
+    if kind == "forward":
+        return Tiles(64, 64, depth, depth, 4, 3 if arch == "sm_90" and math != "ieee" else 2)
+    chunk = 128 if math == "ieee" or small else 256
+    # Tiles of few columns: a thread holds several numbers of each of its columns, and more of them would spill.
+    cols = 16 if kind == "triplet" or (old and kind in ("half", "histogram")) else 32
+    if kind == "triplet" and old:
+        chunk //= 2
+    if kind == "backward" and blackwell:
+        depth = min(width, 2 * depth)
+    stages = 1 if kind in ("triplet", "thresholds") else 3 if kind == "half" and blackwell else 2
+    return Tiles(64, cols, depth, min(width, chunk), 4 if kind == "thresholds" and blackwell else 8, stages)
 
 
 @functools.cache
@@ -71,23 +90,21 @@ def _tuned() -> dict[str, dict[str, int]]:
     if not path:
         return {}
     entries: dict[str, dict[str, int]] = json.loads(Path(path).read_text())
+    for name in entries:
+        if name.rpartition("/")[2] not in KINDS:
+            raise ValueError(f"PYDML_TILES: {path} has an entry for {name!r}, wanted keys that end in one of {KINDS}")
     return entries
 
 
-def key(arch: str, math: str, width: int, backward: bool) -> str:
-    return f"{arch}/{math}/{width}/{'backward' if backward else 'forward'}"
+def key(arch: str, math: str, width: int, kind: str) -> str:
+    return f"{arch}/{math}/{width}/{kind}"
 
 
 @functools.cache
-def tiles(arch: str, math: str, width: int, backward: bool) -> Tiles:
-    """The entry for one architecture, arithmetic, padded width and direction."""
-    entry = _default(arch, math, width, backward)
-    return Tiles(**{**asdict(entry), **_tuned().get(key(arch, math, width, backward), {})})
-
-
-def exact_tiles(width: int) -> Tiles:
-    """Of launches that take distances from differences: no matrix product, and rarely anything to do."""
-    return Tiles(32, 16, 16, min(width, 32), 4, 1)
+def tiles(arch: str, math: str, width: int, kind: str) -> Tiles:
+    """The entry for one architecture, arithmetic, padded width and kind of launch."""
+    entry = _default(arch, math, width, kind)
+    return Tiles(**{**asdict(entry), **_tuned().get(key(arch, math, width, kind), {})})
 
 
 def padded(d: int) -> int:

@@ -183,7 +183,7 @@ class Search(Pairs):
     def __init__(self, policy: str, numbers: Sequence[float], side: str, *matrix: Any) -> None:
         super().__init__(*matrix)
         warps = 4 if self.view == "dot" else 8  # and 32 columns: with any other numbers some variant spills
-        self.kernel_tiles = replace(self.tiles(backward=False), cols=32, warps=warps)
+        self.kernel_tiles = replace(self.tiles("forward"), cols=32, warps=warps)
         self.positive = side == "positives"
         self.numbers = params(policy, numbers)
         self.chosen = {"POLICY": policy, "SIDE": side, **self.constants(self.kernel_tiles)}

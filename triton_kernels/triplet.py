@@ -6,7 +6,8 @@ at a time: the host launches the passes for each window, and a window that no cl
 waits for the size of the largest class. O(R·P) memory, ⌈N/P⌉ rounds of launches.
 
 Forward, all triplets: 1u (u = one B×B×d product), semi-hard: ⌈M/32⌉u for classes of M. Backward: one such pass over the
-negatives for the positives' weights, then (⌈d/64⌉+1)u as in the pair engine. Beside the products, M operations a pair.
+negatives for the positives' weights, then (⌈d/256⌉+1)u as in the pair engine, (⌈d/128⌉+1)u on sm_80. Beside the
+products, M operations a pair.
 Swapped triplets run on the tiled engine.
 """
 
@@ -27,8 +28,8 @@ from pydml.triton_kernels.matrix import Matrix, Side, launch
 from pydml.triton_kernels.select import similarity
 from pydml.triton_kernels.tile import finish, members, negative_tile, negative_tiles, push, span, tile_u
 
-#: Positives of a row whose similarities are held at a time; how many of them, and columns of dL/dx, are in registers.
-WINDOW, HELD, CHUNK = 256, 32, 64
+#: Positives of a row whose similarities are held at a time, and how many of them are in registers.
+WINDOW, HELD = 256, 32
 
 
 @triton.jit
@@ -387,9 +388,7 @@ class Triplets(Matrix):
     ) -> None:
         super().__init__(*matrix, view, normalize)
         self.semihard, self.margin, self.smooth = mode == "semihard", margin, smooth
-        self.tile = replace(self.tiles(backward=True), stages=1)
-        # The thresholds of rows and columns take registers beside the gradient.
-        self.narrow = replace(self.tile, cols=16, chunk=min(self.tile.chunk, CHUNK))
+        self.tile, self.narrow = replace(self.tiles("backward"), stages=1), self.tiles("triplet")
         self.blocks = triton.cdiv(self.row.size, self.tile.rows)
         self.col_tiles = triton.cdiv(self.col.size, self.tile.cols)
         self.first, self.last = self.ranges(self.row, self.col)
@@ -419,7 +418,8 @@ class Triplets(Matrix):
         launch(
             thresholds_kernel, (self.blocks, self.held // HELD, splits), self.device,
             *self.sides, self.u, self.least, self.col.order, back, found, place, *self.shape, window, self.margin,
-            SEMIHARD=self.semihard, PB=HELD, SPLITS=splits, **self.fixed,
+            SEMIHARD=self.semihard, PB=HELD, SPLITS=splits, SMOOTH=self.smooth, P=self.held,
+            **self.constants(self.tiles("thresholds")),
         )  # fmt: skip
         if splits == 1:
             return found[0], place[0]
@@ -512,7 +512,7 @@ def triplet_backward(
 
         def add(self, window: int, found: Tensor, place: Tensor) -> None:
             own, other = self.own, self.other
-            for cut in (m.narrow, replace(m.exact_tiles(), cols=m.narrow.cols))[: 1 if view == "dot" else 2]:
+            for cut in (m.narrow, m.tiles("exact"))[: 1 if view == "dot" else 2]:
                 grid = triton.cdiv(own.size, cut.rows), own.width // cut.chunk, self.splits
                 launch(
                     triplet_backward_kernel, grid, m.device,

@@ -54,19 +54,19 @@ def tune(device: torch.device, batch: int, width: int, dtype: torch.dtype, repea
     z = torch.randn(batch, width, device=device).to(dtype)
     labels = torch.arange(batch, device=device) // 4
     arch, math, padded = table.architecture(device).name, arithmetic(z), table.padded(width)
-    best: dict[bool, table.Tiles] = {side: table.tiles(arch, math, padded, side) for side in (False, True)}
-    for backward in (False, True):
+    best = {kind: table.tiles(arch, math, padded, kind) for kind in ("forward", "backward")}
+    for kind in best:
         timed = []
-        for tiles in dict.fromkeys(candidates(best[backward], backward, padded)):
-            chosen = {**best, backward: tiles}
-            with mock.patch.object(table, "tiles", lambda a, m, w, side, chosen=chosen: chosen[side]):
+        for tiles in dict.fromkeys(candidates(best[kind], kind == "backward", padded)):
+            chosen = {**best, kind: tiles}
+            with mock.patch.object(table, "tiles", lambda a, m, w, k, chosen=chosen: chosen[k]):
                 try:
                     timed.append((seconds(z, labels, repeats), tiles))
                 except Exception as error:  # too much shared memory, say: not a candidate
                     print(f"{tiles}: {type(error).__name__}")
-        best[backward] = min(timed, key=lambda pair: pair[0])[1]
-        print(f"{table.key(arch, math, padded, backward)}: {best[backward]}, {min(timed)[0] * 1e3:.2f} ms a step")
-    return {table.key(arch, math, padded, side): asdict(tiles) for side, tiles in best.items()}
+        best[kind] = min(timed, key=lambda pair: pair[0])[1]
+        print(f"{table.key(arch, math, padded, kind)}: {best[kind]}, {min(timed)[0] * 1e3:.2f} ms a step")
+    return {table.key(arch, math, padded, kind): asdict(tiles) for kind, tiles in best.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
