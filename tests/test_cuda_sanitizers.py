@@ -72,8 +72,8 @@ def test_seeded_bug_is_found(bug: str) -> None:
 # The kernels themselves: the self-test on instrumented emulated kernels, in a Python that has the sanitizer loaded.
 
 
-def selftest(checker: str, *arguments: str, **options: str) -> str:
-    """What the self-test prints; a report of the sanitizer, or a wrong result, fails."""
+def instrumented(checker: str, *arguments: str, **options: str) -> str:
+    """What Python prints with these arguments, on instrumented kernels; a report of the sanitizer fails."""
     libraries = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}[checker.split(",")[0]]
     names = [emulation.run([*emulation.compiler(), f"-print-file-name={name}"]).strip() for name in libraries]
     # Beside the sanitizer, which else does not find what throws exceptions.
@@ -81,9 +81,8 @@ def selftest(checker: str, *arguments: str, **options: str) -> str:
     environment = (
         os.environ | options | {"PYDML_CUDA_EMULATED": str(emulation.emulated(checker)), "OMP_NUM_THREADS": "1"}
     )
-    command = [sys.executable, "-m", "pydml", "selftest", "--quick", "--no-speed", "--backend", "cuda-emulated"]
     done = subprocess.run(
-        [*command, *arguments],
+        [sys.executable, *arguments],
         env=environment | {"LD_PRELOAD": " ".join(names)},
         capture_output=True,
         text=True,
@@ -94,19 +93,70 @@ def selftest(checker: str, *arguments: str, **options: str) -> str:
     return done.stdout
 
 
+def selftest(checker: str, *arguments: str, **options: str) -> str:
+    """What the self-test prints; a wrong result fails too."""
+    command = ("-m", "pydml", "selftest", "--quick", "--no-speed", "--backend", "cuda-emulated")
+    return instrumented(checker, *command, *arguments, **options)
+
+
 def test_kernels_stay_inside_their_memory_and_alignment() -> None:
     output = selftest("address,undefined", ASAN_OPTIONS="detect_leaks=0", PYDML_EMULATOR_ORDER="random:1")
     assert " 0 failed" in output
 
 
-#: One case for each engine: ThreadSanitizer is slow.
-RACED = ("ms, mined", "soft_triple", "fast_ap", "triplet", "triplet, hard", "dro_topk", "mined pairs", "ranking")
+#: One case for each engine and each of its ways: ThreadSanitizer is slow.
+RACED = (
+    "ms, mined",
+    "soft_triple",
+    "fast_ap",
+    "triplet",
+    "triplet, semihard",
+    "triplet, hard",
+    "dro_topk",
+    "mined pairs",
+    "ranking",
+)
+#: Histories of accesses are short: ThreadSanitizer keeps memory for every fiber it ever saw.
+RACING = {"TSAN_OPTIONS": "halt_on_error=1 history_size=0", "PYDML_EMULATOR_ORDER": "reverse"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RACED)
 def test_kernels_do_not_race(case: str) -> None:
-    """A process each, with short histories of accesses: ThreadSanitizer keeps memory for every fiber it ever saw."""
-    formats = [word for name in ("fp32", "tf32", "bf16") for word in ("--format", name)]
-    options = {"TSAN_OPTIONS": "halt_on_error=1 history_size=0", "PYDML_EMULATOR_ORDER": "reverse"}
-    assert " 0 failed" in selftest("thread", "--case", case, *formats, **options)
+    """A process each: more fibers than these would not fit into one."""
+    formats = [word for name in ("fp32", "tf32", "bf16", "fp16") for word in ("--format", name)]
+    assert " 0 failed" in selftest("thread", "--case", case, *formats, **RACING)
+
+
+#: What the self-test does with so many draws, or so small a batch, that ThreadSanitizer could not follow.
+DIRECTLY = {
+    "draws": """
+found = [kernels["sample"](z, None, labels, None, torch.arange(72), torch.tensor(1), 0.5, 1.4)]
+wanted = [labels[found[0]] != labels]
+""",
+    "guessed top-K": """
+engine = importlib.import_module("pydml.cuda.topk")
+engine.ROOM, engine.SAMPLE, engine.LEAST = 32, 16, 4
+arguments = z, None, labels, None, "dro_margin", [0.2, 0.5, 1.0, 1.0], 9, "both", "dot", True
+found = kernels["topk"](*arguments)
+wanted = [found[0] < found[1]]
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", DIRECTLY)
+def test_engines_do_not_race(what: str) -> None:
+    code = f"""
+import importlib, torch
+from pydml import cuda, selftest
+kernels = cuda.kernels(emulated=True)
+batch, labels = selftest.batch(72, 24, torch.device("cpu"))
+for dtype, precision in (("float32", "highest"), ("float32", "high"), ("bfloat16", "high"), ("float16", "high")):
+    torch.set_float32_matmul_precision(precision)
+    z = batch.to(getattr(torch, dtype))
+    {DIRECTLY[what].strip().replace(chr(10), chr(10) + "    ")}
+    assert all((t >= 0).all() for t in found) and all(t.all() for t in wanted)
+print("done")
+"""
+    assert instrumented("thread", "-c", code, **RACING) == "done\n"
