@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,67 @@ import torch
 
 from pydml.data import Splits
 from pydml.data import open as open_data
+from pydml.data.glyph_set import SOP_SHAPE, glyphs
+from pydml.data.writers import save
 from pydml.demo import make_glyphs
 from pydml.metrics import recall_at_k
 from pydml.train import Config, Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "training.csv"
-DATA = ROOT / "build" / "training" / "glyphs"
+DATA = ROOT / "build" / "training"
+
+
+def make_sop_shaped(folder: Path) -> None:
+    """Draw as many characters in as many faces as Stanford Online Products has classes and images, in their places."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        save(glyphs(system=True, shape=SOP_SHAPE), folder)
+
+
+def make_quarter(folder: Path) -> None:
+    """The demo's glyphs with every fourth training character, so that proxies see each of theirs often enough."""
+    if not folder.exists():
+        make_glyphs(folder.parent / "glyphs")
+        whole = open_data(folder.parent / "glyphs")
+        save(dataclasses.replace(whole, train=whole.train.subset(whole.train.labels % 4 == 0)), folder)
+
+
+@dataclass(frozen=True)
+class Images:
+    """A set of images: what makes it, and how many of its training classes validate."""
+
+    make: Callable[[Path], None]
+    val_fraction: float = 0.1
+
+
+#: "sop-shaped" needs the fonts of docs/data.md; the others need matplotlib's.
+SETS = {"glyphs": Images(make_glyphs), "quarter": Images(make_quarter, 0.2), "sop-shaped": Images(make_sop_shaped)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, as the first columns of its row."""
+
+    study: str
+    entry: str
+    data: str
+    batch: int
+    dim: int
+    seed: int
+    lr: float
+    proxy_lr: float | None
+    warmup: float
+    amp: str
+    images: int
+
+
+KEY = tuple(f.name for f in dataclasses.fields(Run))
 FIELDS = (
-    "study", "entry", "batch", "dim", "seed", "lr", "images", "validation", "recall@1", "recall@10", "map@r",
-    "untrained", "pixels", "loss_share", "seconds",
+    *KEY, "validation", "recall@1", "recall@10", "map@r", "untrained", "pixels", "loss_share", "seconds",
 )  # fmt: skip
-KEY = FIELDS[:7]
 Row = dict[str, str]
+Rate = tuple[float, float | None]  # of the network, of the proxies
 
 
 @dataclass(frozen=True)
@@ -44,13 +93,15 @@ class Entry:
 
     preset: str | None = None
     loss: str = ""
-    rates: tuple[float, ...] = (1e-3, 3e-3)
+    rates: tuple[Rate, ...] = ((1e-3, None), (3e-3, None))
     more: dict[str, Any] = field(default_factory=dict)
-    proxies: bool = False
 
 
-#: Proxies learn faster than the network, as in Proxy-Anchor's recipe.
-PROXY_FACTOR = 30
+def _proxies(preset: str | None = None, loss: str = "") -> Entry:
+    """Proxies learn 100 times as fast as the network, as in Proxy-Anchor's recipe, and want more classes in a batch."""
+    return Entry(preset, loss, ((3e-4, 3e-2), (1e-3, 1e-1)), {"m_per_class": 2})
+
+
 MS = Entry("ms/thesis")
 #: The thesis' ten, then others of the library.
 TOURNAMENT = {
@@ -58,24 +109,33 @@ TOURNAMENT = {
     "Triplet": Entry("triplet/thesis"),
     "LiftedStructure": Entry("lifted-star/thesis-code"),
     "NPair": Entry("n-pairs/thesis"),
-    "ProxyNCA": Entry("proxy-nca/thesis-code", proxies=True),
+    "ProxyNCA": _proxies("proxy-nca/thesis-code"),
     "Margin": Entry("margin/thesis-code", more={"miner": "DistanceWeightedMiner"}),
-    "ArcFace": Entry("arcface/thesis", proxies=True),
+    "ArcFace": _proxies("arcface/thesis"),
     "MultiSimilarity": MS,
-    "SoftTriple": Entry("soft-triple/thesis", proxies=True),
-    "ProxyAnchor": Entry("proxy-anchor/thesis", proxies=True),
+    "SoftTriple": _proxies("soft-triple/thesis"),
+    "ProxyAnchor": _proxies("proxy-anchor/thesis"),
     "FastAP": Entry("fastap/official"),
     "EPHN": Entry("ephn/official"),
     "BinomialDeviance": Entry("binomial/paper"),
-    "NormalizedSoftmax": Entry(loss="normalized_softmax", proxies=True),
+    "NormalizedSoftmax": _proxies(loss="normalized_softmax"),
     "DRO-KL-G": Entry("dro-kl-g/paper-0.01"),
 }
 THESIS = tuple(TOURNAMENT)[:10]
-DIMS = (32, 64, 128)
-TOURNAMENT_BATCH, TOURNAMENT_IMAGES = 256, 24576
-#: Batch size -> learning rates to choose from.
-BATCHES = {64: (5e-4, 1e-3, 2e-3), 512: (1e-3, 2e-3, 4e-3), 2048: (2e-3, 4e-3, 8e-3)}
+#: Embedding sizes; rates are chosen at the first.
+DIMS = (64, 128, 32)
 SEEDS = (0, 1, 2)
+#: Batch size -> learning rates to begin with, and epochs of warm-up; more rates are tried as long as the best is at an
+#: end. With the short warm-up the largest batch loses its way at rates that it needs.
+BATCHES = {
+    64: ((2e-3, 4e-3, 8e-3), 0.2),
+    512: ((8e-3, 16e-3, 32e-3), 0.2),
+    2048: ((4e-3, 8e-3, 16e-3), 1.0),
+}
+DEMO = Run("seeds", "MultiSimilarity", "glyphs", 1024, 128, 0, 3e-3, None, 0.2, "none", 98304)
+BATCH = Run("batch", "MultiSimilarity", "sop-shaped", 0, 128, 0, 0.0, None, 0.2, "bf16", 239616)
+CUP = Run("tournament", "", "quarter", 256, 0, 0, 0.0, None, 0.2, "bf16", 102144)
+EPOCHS = 3
 
 
 class Studies:
@@ -89,17 +149,15 @@ class Studies:
                 rows = list(csv.DictReader(file))
             # two processes that share the work may have done a run both: it counts once
             self.rows = list({tuple(row[k] for k in KEY): row for row in rows}.values())
-        self.splits: Splits | None = None
-        self.reference: dict[str, float] = {}  # Recall@1 of raw pixels, and of untrained networks by size and seed
+        self.splits: dict[str, Splits] = {}
 
-    def row(self, study: str, entry: str, how: Entry, batch: int, dim: int, seed: int, lr: float, images: int) -> Row:
+    def row(self, run: Run, how: Entry) -> Row:
         """The row of a run, which is run if there is none yet."""
-        key = {"study": study, "entry": entry, "batch": batch, "dim": dim, "seed": seed, "lr": lr, "images": images}
-        wanted = {k: str(v) for k, v in key.items()}
+        wanted = {k: "" if v is None else str(v) for k, v in dataclasses.asdict(run).items()}
         for row in self.rows:
             if all(row[k] == v for k, v in wanted.items()):
                 return row
-        row = wanted | self._run(how, batch, dim, seed, lr, images)
+        row = wanted | self._run(run, how)
         self.rows.append(row)
         fresh = not self.results.exists()
         with self.results.open("a", encoding="utf-8", newline="") as file:
@@ -107,30 +165,26 @@ class Studies:
             if fresh:
                 writer.writeheader()
             writer.writerow(row)
-        print(
-            f"{study:<10} {entry:<18} batch {batch:<5} dim {dim:<4} seed {seed} lr {lr:<6g} "
-            f"validation {row['validation']}  test {row['recall@1']}  ({row['seconds']} s)",
-            flush=True,
-        )
+        print(", ".join(f"{name} {value}" for name, value in row.items() if value), flush=True)
         return row
 
-    def _run(self, how: Entry, batch: int, dim: int, seed: int, lr: float, images: int) -> Row:
-        if self.splits is None:
-            make_glyphs(self.data)
-            self.splits = open_data(self.data)
-            pixels = self.splits.test.pixels().flatten(1).float()
-            self.reference["pixels"] = recall_at_k(pixels, self.splits.test.labels, (1,))[1]
+    def _run(self, run: Run, how: Entry) -> Row:
+        if run.data not in self.splits:
+            SETS[run.data].make(self.data / run.data)
+            self.splits[run.data] = open_data(self.data / run.data)
+        splits = self.splits[run.data]
         out = Path(tempfile.mkdtemp(prefix="pydml-training-"))
         config = Config(
-            data=str(self.data), out=str(out / "run"), preset=how.preset, loss=how.loss, batch_size=batch, dim=dim,
-            seed=seed, lr=lr, proxy_lr=PROXY_FACTOR * lr if how.proxies else None, epochs=3, warmup=0.2,
-            images_per_epoch=images // 3, micro_batch=128 if batch > 512 else None, ks=(1, 10), **how.more,
+            data=str(self.data / run.data), out=str(out / "run"), preset=how.preset, loss=how.loss,
+            batch_size=run.batch, dim=run.dim, seed=run.seed, lr=run.lr, proxy_lr=run.proxy_lr, amp=run.amp,
+            epochs=EPOCHS, warmup=run.warmup, images_per_epoch=run.images // EPOCHS,
+            val_fraction=SETS[run.data].val_fraction, micro_batch=128 if run.batch > 512 else None, ks=(1, 10),
+            **how.more,
         )  # fmt: skip
         began = time.perf_counter()
         try:
-            trainer = Trainer(config, self.splits, quiet=True)
-            if f"{dim} {seed}" not in self.reference:  # the same for every loss
-                self.reference[f"{dim} {seed}"] = trainer.evaluate(self.splits.test)["recall@1"]
+            trainer = Trainer(config, splits, quiet=True)
+            before = self._before(run, splits, trainer)
             found = trainer.fit()
             with (out / "run" / "steps.csv").open(encoding="utf-8") as file:
                 share = statistics.median(float(r["loss_share"]) for r in csv.DictReader(file))
@@ -139,58 +193,91 @@ class Studies:
         numbers = {
             "validation": found["validation"]["recall@1"],
             **{name: found["test"][name] for name in ("recall@1", "recall@10", "map@r")},
-            "untrained": self.reference[f"{dim} {seed}"], "pixels": self.reference["pixels"], "loss_share": share,
-        }  # fmt: skip
-        return {name: f"{100 * n:.2f}" for name, n in numbers.items()} | {
-            "seconds": f"{time.perf_counter() - began:.0f}"
+            "loss_share": share,
         }
+        return (
+            {name: f"{100 * n:.2f}" for name, n in numbers.items()}
+            | before
+            | {"seconds": f"{time.perf_counter() - began:.0f}"}
+        )
 
-    def chosen(
-        self, study: str, entry: str, how: Entry, batch: int, dim: int, rates: Sequence[float], images: int
-    ) -> Row:
-        """The run of seed 0 whose rate is best on the validation classes."""
-        rows = [self.row(study, entry, how, batch, dim, 0, lr, images) for lr in rates]
-        return max(rows, key=lambda row: float(row["validation"]))
+    def _before(self, run: Run, splits: Splits, trainer: Trainer) -> Row:
+        """Recall@1 of raw pixels and of the untrained network: from a row that knows it, or measured."""
+        known = [row for row in self.rows if row["data"] == run.data]
+        same = [row for row in known if (row["dim"], row["seed"], row["amp"]) == (str(run.dim), str(run.seed), run.amp)]
+        if known:
+            pixels = known[0]["pixels"]
+        else:
+            test = splits.test
+            pixels = f"{100 * recall_at_k(test.pixels().flatten(1).float(), test.labels, (1,))[1]:.2f}"
+        untrained = same[0]["untrained"] if same else f"{100 * trainer.evaluate(splits.test)['recall@1']:.2f}"
+        return {"untrained": untrained, "pixels": pixels}
+
+    def chosen(self, run: Run, how: Entry, rates: Sequence[float]) -> float:
+        """The rate that is best on the validation classes with seed 0; others are tried until it has a neighbour on
+        either side."""
+        rates = sorted(rates)
+        while True:
+            found = [float(self.row(dataclasses.replace(run, lr=lr), how)["validation"]) for lr in rates]
+            best = found.index(max(found))
+            if 0 < best < len(rates) - 1:
+                return rates[best]
+            rates = [rates[0] / 2, *rates] if best == 0 else [*rates, 2 * rates[-1]]
 
     # The three studies
 
     def seeds(self) -> None:
         """The demo's training with three seeds."""
         for seed in SEEDS:
-            self.row("seeds", "MultiSimilarity", MS, 1024, 128, seed, 3e-3, 98304)
+            self.row(dataclasses.replace(DEMO, seed=seed), MS)
 
     def batches(self) -> None:
         """Batch sizes at equal images seen, each with its own rate."""
-        best = {
-            b: self.chosen("batch", "MultiSimilarity", MS, b, 128, rates, 49152)["lr"] for b, rates in BATCHES.items()
-        }
+        runs = {batch: dataclasses.replace(BATCH, batch=batch, warmup=warmup) for batch, (_, warmup) in BATCHES.items()}
+        best = {batch: self.chosen(runs[batch], MS, rates) for batch, (rates, _) in BATCHES.items()}
         for seed in SEEDS[1:]:
             for batch, lr in best.items():
-                self.row("batch", "MultiSimilarity", MS, batch, 128, seed, float(lr), 49152)
+                self.row(dataclasses.replace(runs[batch], seed=seed, lr=lr), MS)
 
     def tournament(self, entries: Sequence[str] = tuple(TOURNAMENT)) -> None:
-        """Every competitor at three embedding sizes; the rate is chosen at one of them."""
-        shape = (TOURNAMENT_BATCH, TOURNAMENT_IMAGES)
-        for dim in (DIMS[1], DIMS[0], DIMS[2]):
+        """Every competitor at three embedding sizes; the rates are chosen at the first of them."""
+        for dim in DIMS:
             for name in entries:
-                how = TOURNAMENT[name]
-                best = self.chosen("tournament", name, how, shape[0], DIMS[1], how.rates, shape[1])
-                self.row("tournament", name, how, shape[0], dim, 0, float(best["lr"]), shape[1])
+                how, run = TOURNAMENT[name], dataclasses.replace(CUP, entry=name)
+                tries = [dataclasses.replace(run, dim=DIMS[0], lr=lr, proxy_lr=proxy) for lr, proxy in how.rates]
+                best = max(tries, key=lambda one: float(self.row(one, how)["validation"]))
+                self.row(dataclasses.replace(best, dim=dim), how)
 
     # What came out
 
     def of(self, study: str) -> dict[tuple[str, ...], list[Row]]:
-        """Rows of a study that count: of each (entry, batch), those with the rate that validation chose."""
+        """Rows of a study that count: of each (entry, batch), those with the rates that validation chose."""
         rows = [row for row in self.rows if row["study"] == study]
-        rates = {}
-        for row in sorted(rows, key=lambda row: float(row["validation"])):
-            if row["seed"] == "0" and (study != "tournament" or row["dim"] == str(DIMS[1])):
-                rates[row["entry"], row["batch"]] = row["lr"]
+        chosen = {}
+        for row in sorted(
+            rows, key=lambda row: (float(row["validation"]), -float(row["lr"]))
+        ):  # equals: the lower rate
+            if row["seed"] == "0" and (study != "tournament" or row["dim"] == str(DIMS[0])):
+                chosen[row["entry"], row["batch"]] = settings(row)
         kept: dict[tuple[str, ...], list[Row]] = defaultdict(list)
         for row in rows:
-            if rates.get((row["entry"], row["batch"])) == row["lr"]:
+            if chosen.get((row["entry"], row["batch"])) == settings(row):
                 kept[row["entry"], row["batch"]].append(row)
         return kept
+
+
+def rate(row: Row) -> str:
+    """Learning rate of the network, and of proxies if it has them."""
+    return shown_rate(float(row["lr"]), float(row["proxy_lr"]) if row["proxy_lr"] else None)
+
+
+def shown_rate(lr: float, proxy_lr: float | None) -> str:
+    return f"{lr:g}" if proxy_lr is None else f"{lr:g}, {proxy_lr:g}"
+
+
+def settings(row: Row) -> tuple[str, str]:
+    """What is chosen on the validation classes."""
+    return rate(row), row["warmup"]
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
@@ -216,27 +303,45 @@ def seed_table(studies: Studies) -> Iterator[str]:
 
 
 def batch_table(studies: Studies) -> Iterator[str]:
-    yield "| batch | learning rate | validation R@1 of every rate tried | test R@1 | seeds | loss op, share of step |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for (_, batch), rows in sorted(studies.of("batch").items(), key=lambda item: int(item[0][1])):
-        tried = [r for r in studies.rows if r["study"] == "batch" and r["batch"] == batch and r["seed"] == "0"]
-        rates = ", ".join(f"{r['lr']}: {r['validation']}" for r in sorted(tried, key=lambda r: float(r["lr"])))
-        recall = mean_and_spread([float(r["recall@1"]) for r in rows])
-        share = statistics.median(float(r["loss_share"]) for r in rows)
-        yield f"| {batch} | {rows[0]['lr']} | {rates} | {recall} | {len(rows)} | {share:.1f} % |"
+    yield "| batch | steps | warm-up, epochs | lr: validation R@1 | lr chosen | test R@1 | MAP@R | seeds |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    found = sorted(studies.of("batch").items(), key=lambda item: int(item[0][1]))
+    for (_, batch), rows in found:
+        tried: dict[str, list[Row]] = defaultdict(list)  # by warm-up
+        for row in sorted(studies.rows, key=lambda row: (row["warmup"], float(row["lr"]))):
+            if (row["study"], row["batch"], row["seed"]) == ("batch", batch, "0"):
+                tried[row["warmup"]].append(row)
+        steps = int(rows[0]["images"]) // int(batch)
+        for warmup, ones in tried.items():
+            rates = ", ".join(f"{r['lr']}: {r['validation']}" for r in ones)
+            if warmup != rows[0]["warmup"]:
+                yield f"| {batch} | {steps} | {warmup} | {rates} | – | – | – | – |"
+                continue
+            recall, precision = (mean_and_spread([float(r[n]) for r in rows]) for n in ("recall@1", "map@r"))
+            yield (
+                f"| {batch} | {steps} | {warmup} | {rates} | {rows[0]['lr']} | {recall} | {precision} | {len(rows)} |"
+            )
+    if found:
+        rows = [row for _, rows in found for row in rows]
+        untrained = mean_and_spread(sorted({float(row["untrained"]) for row in rows}))
+        yield ""
+        yield (
+            f"{int(rows[0]['images']):,} images seen by each. Untrained networks have R@1 {untrained}, raw pixels "
+            f"{rows[0]['pixels']}."
+        )
 
 
 def experiments(studies: Studies) -> dict[str, dict[str, Row]]:
     """Rows of the tournament by embedding size: competitors that have tried all their rates, sizes that all have."""
     tried = [
-        (row["entry"], row["lr"]) for row in studies.rows if row["study"] == "tournament" and row["dim"] == str(DIMS[1])
+        (row["entry"], rate(row)) for row in studies.rows if row["study"] == "tournament" and row["dim"] == str(DIMS[0])
     ]
     ready = {
         entry: {row["dim"]: row for row in rows}
         for (entry, _), rows in studies.of("tournament").items()
-        if all((entry, str(lr)) in tried for lr in TOURNAMENT[entry].rates)
+        if all((entry, shown_rate(*pair)) in tried for pair in TOURNAMENT[entry].rates)
     }
-    sizes = [str(dim) for dim in DIMS if ready and all(str(dim) in rows for rows in ready.values())]
+    sizes = [str(dim) for dim in sorted(DIMS) if ready and all(str(dim) in rows for rows in ready.values())]
     return {entry: {size: rows[size] for size in sizes} for entry, rows in ready.items()}
 
 
@@ -254,14 +359,18 @@ def rankings(studies: Studies) -> dict[str, list[int]]:
 def tournament_table(studies: Studies) -> Iterator[str]:
     """The form of the thesis' Table 11, with the recalls that the places come from."""
     found, places = experiments(studies), rankings(studies)
-    sizes = ", ".join(next(iter(found.values()), {}))
-    yield f"| Loss Function | Total Rankings | Average Ranking | Standard Deviation | R@1 at {sizes} | lr |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    sizes = " | ".join(f"R@1 at {size}" for size in next(iter(found.values()), {}))
+    yield f"| Loss Function | Total Rankings | Average Ranking | Standard Deviation | {sizes} | lr |"
+    yield "| --- " * (5 + sizes.count("R@1")) + "|"
     for entry, p in sorted(places.items(), key=lambda item: sum(item[1])):
-        rows = found[entry].values()
-        recalls, rate = ", ".join(row["recall@1"] for row in rows), next(iter(rows))["lr"]
+        rows = list(found[entry].values())
+        recalls = " | ".join(row["recall@1"] for row in rows)
         mean, spread = statistics.fmean(p), statistics.pstdev(p)
-        yield f"| {entry} | {sum(p)} | {mean:.2f} | {spread:.2f} | {recalls} | {rate} |"
+        yield f"| {entry} | {sum(p)} | {mean:.2f} | {spread:.2f} | {recalls} | {rate(rows[0])} |"
+    if found:
+        row = next(iter(next(iter(found.values())).values()))
+        yield ""
+        yield f"{int(row['images']):,} images seen by each; R@1 of raw pixels {row['pixels']}."
 
 
 TABLES = {"seeds": seed_table, "batch": batch_table, "tournament": tournament_table}
@@ -288,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--study", choices=("seeds", "batches", "tournament"), help="one of them; default: all")
     parser.add_argument("--entries", nargs="+", choices=TOURNAMENT, help="of the tournament, only these")
     parser.add_argument("--results", type=Path, default=RESULTS, help="CSV of finished runs")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of the glyphs, made if it is not there")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the image sets, made if not there")
     parser.add_argument("--threads", type=int, default=1, help="default 1")
     parser.add_argument("--publish", action="store_true", help="run nothing; renew docs/training.md and its figures")
     options = parser.parse_args(argv)

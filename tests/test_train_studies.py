@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+from toy_images import splits
 
 training = pytest.importorskip("bench.training", reason="the benchmarks are not beside the package")
 FIELDS, MS, TOURNAMENT, Studies = training.FIELDS, training.MS, training.TOURNAMENT, training.Studies
@@ -14,7 +16,8 @@ FIELDS, MS, TOURNAMENT, Studies = training.FIELDS, training.MS, training.TOURNAM
 
 def row(study: str, entry: str, **values: Any) -> dict[str, str]:
     blank: dict[str, Any] = {name: "1.00" for name in FIELDS} | {
-        "study": study, "entry": entry, "batch": 256, "dim": 64, "seed": 0, "lr": 0.001, "images": 24576,
+        "study": study, "entry": entry, "data": "glyphs", "batch": 256, "dim": 64, "seed": 0, "lr": 0.001,
+        "proxy_lr": "", "warmup": 0.2, "amp": "none", "images": 24576,
     }  # fmt: skip
     return {name: str(value) for name, value in (blank | values).items()}
 
@@ -37,7 +40,21 @@ def test_rates_are_chosen_by_validation_never_by_test(tmp_path: Path) -> None:
     ])  # fmt: skip
     assert [r["recall@1"] for r in found.of("batch")["MS", "256"]] == ["30", "34"]
     table = "\n".join(training.batch_table(found))
-    assert "| 256 | 0.002 | 0.001: 60, 0.002: 70 | 32.0 ± 2.8 | 2 |" in table
+    assert "| 256 | 96 | 0.2 | 0.001: 60, 0.002: 70 | 0.002 | 32.0 ± 2.8 | 1.0 ± 0.0 | 2 |" in table
+
+
+@pytest.mark.parametrize(("best", "tried"), [(2, [1, 2, 4]), (8, [1, 2, 4, 8, 16]), (0.5, [0.25, 0.5, 1, 2, 4])])
+def test_rates_are_tried_until_the_best_has_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: float, tried: list[float]
+) -> None:
+    found = studies(tmp_path, [])
+
+    def run(run: Any, how: Any) -> dict[str, str]:
+        return {name: str(-abs(run.lr - best)) for name in FIELDS if name not in training.KEY}
+
+    monkeypatch.setattr(found, "_run", run)
+    assert found.chosen(training.BATCH, MS, (1, 2, 4)) == best
+    assert sorted(float(row["lr"]) for row in found.rows) == tried
 
 
 def test_places_are_summed_as_in_the_thesis(tmp_path: Path) -> None:
@@ -54,17 +71,17 @@ def test_places_are_summed_as_in_the_thesis(tmp_path: Path) -> None:
         "128 is not finished by all"
     )
     table = list(training.tournament_table(found))
-    assert table[0].endswith("R@1 at 32, 64 | lr |")
-    assert table[-1] == "| EPHN | 5 | 2.50 | 0.50 | 30, 10 | 0.003 |"
+    assert table[0].endswith("| R@1 at 32 | R@1 at 64 | lr |") and table[1].count("---") == 7
+    assert table[4] == "| EPHN | 5 | 2.50 | 0.50 | 30 | 10 | 0.003 |"
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = studies(tmp_path, [row("seeds", "MultiSimilarity", batch=1024, dim=128, lr=0.003, images=98304)])
     ran: list[int] = []
 
-    def run(how: Any, batch: int, dim: int, seed: int, lr: float, images: int) -> dict[str, str]:
-        ran.append(seed)
-        return {name: "2.00" for name in FIELDS[7:]}
+    def run(run: Any, how: Any) -> dict[str, str]:
+        ran.append(run.seed)
+        return {name: "2.00" for name in FIELDS if name not in training.KEY}
 
     monkeypatch.setattr(found, "_run", run)
     found.seeds()
@@ -72,6 +89,25 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert ran == [1, 2]
     assert len(Studies(found.results, tmp_path).rows) == 3
     assert "mean ± s.d. | 1.7 ± 0.6" in "\n".join(training.seed_table(found))
+
+
+def test_what_pixels_and_untrained_networks_reach_is_measured_once(tmp_path: Path) -> None:
+    known = row("batch", "MS", data="glyphs", dim=16, seed=1, pixels=30, untrained=12)
+    found = studies(tmp_path, [known])
+    run = training.Run("tournament", "MS", "glyphs", 32, 16, 1, 1e-3, None, 0.2, "none", 64)
+    measured: list[Any] = []
+
+    class Measured:
+        def evaluate(self, data: Any) -> dict[str, float]:
+            measured.append(data)
+            return {"recall@1": 0.25}
+
+    data = splits()
+    assert found._before(run, data, Measured()) == {"untrained": "12", "pixels": "30"} and not measured
+    other = dataclasses.replace(run, dim=8)
+    assert found._before(other, data, Measured()) == {"untrained": "25.00", "pixels": "30"} and measured == [data.test]
+    pixels = float(found._before(dataclasses.replace(run, data="quarter"), data, Measured())["pixels"])
+    assert 10 < pixels <= 100, "classes of noisy patterns have something in common"
 
 
 def test_every_competitor_can_be_built() -> None:
