@@ -35,7 +35,7 @@ ENGINES: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-def sides(cols: int, dtype: torch.dtype = torch.float64, spread: int = 1) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
+def sides(cols: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Rows, columns, their labels, and the columns that the rows are; the labels come in no order.
 
     Rows do not look like those columns: what is left out by its index must not be left out for its value.
@@ -46,7 +46,7 @@ def sides(cols: int, dtype: torch.dtype = torch.float64, spread: int = 1) -> tup
     col = (col + torch.randn(cols, DIM, generator=random, dtype=torch.float64)).to(dtype)
     selves = torch.randperm(cols, generator=random)[:ROWS]
     rows = torch.randn(ROWS, DIM, generator=random, dtype=torch.float64).to(dtype)
-    return rows, col, labels[selves] * spread, labels * spread, selves
+    return rows, col, labels[selves], labels, selves
 
 
 def outputs(name: str, view: str, given: Any, backend: str) -> list[Tensor]:
@@ -80,10 +80,29 @@ def test_an_engine_leaves_out_each_rows_own_column(name: str, view: str, cols: i
     assert not torch.allclose(with_itself[0], want[0])  # the test would see a self pair
 
 
-@pytest.mark.parametrize("spread", [1, 10**17, -(10**17)], ids=["classes", "huge", "huge and turned"])
-def test_labels_may_be_any_integers(spread: int) -> None:
-    given = sides(333, spread=spread)
-    assert_equal(outputs("pair", "dot", given, "cpu"), outputs("pair", "dot", sides(333), "tiled"))
+LEAST, MOST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+#: Twelve labels to stand for those of the columns: far apart, and at the ends of what there is.
+NAMES = {
+    "huge": [10**17 * k for k in range(-5, 7)],
+    "turned": [-(10**17) * k for k in range(-5, 7)],
+    "at the ends": [LEAST, LEAST + 1, -1, 0, 1, MOST - 9, *range(MOST - 5, MOST + 1)],
+    "all at one end": [*range(MOST - 11, MOST + 1)],
+}
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["all classes asked for", "few classes asked for"])
+@pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
+def test_labels_may_be_any_integers(names: list[int], few: bool) -> None:
+    """Columns that no row asks for are of one class to the engine, whose label must not be one that a row has."""
+    rows, cols, y, labels, selves = sides(333)
+    if few:
+        asked = y >= 6
+        rows, y, selves = rows[asked], y[asked], selves[asked]
+    named = torch.tensor(names)
+    given = rows, cols, named[y + 3], named[labels + 3], selves
+    assert_equal(
+        outputs("mined", "dot", given, "cpu"), outputs("mined", "dot", (*given[:2], y, labels, selves), "tiled")
+    )
 
 
 @pytest.mark.parametrize("options", [("easy", "hard"), ("hard", "semihard"), ("semihard", "easy")], ids=str)

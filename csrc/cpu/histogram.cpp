@@ -16,7 +16,7 @@ void for_pairs(const Matrix<R>& m, std::vector<Workspace<R>>& work, const F& f, 
         m.negatives(i0, ni, j0, nj, w);
         f(i0, ni, j0, nj, Side::negatives, w, number);
       },
-      [](int64_t, int64_t) {});
+      [](int64_t, int64_t, int64_t) {});
   m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
     Workspace<R>& w = work[worker];
     m.tile(i0, ni, j0, nj, w);

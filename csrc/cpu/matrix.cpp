@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <numeric>
 
 #include "losses.h"
@@ -89,25 +90,28 @@ View view_of(c10::string_view name) {
   return View::squared;
 }
 
-std::vector<std::vector<Block>> rounds(int row_blocks, int col_blocks, bool symmetric) {
-  std::vector<std::vector<Block>> all;
+std::vector<Round> rounds(int row_blocks, int col_blocks, bool symmetric) {
+  std::vector<Round> all;
   if (!symmetric) {
-    const int n = std::max(row_blocks, col_blocks);
+    const int n = std::min(row_blocks, col_blocks), longer = std::max(row_blocks, col_blocks);
     for (int r = 0; r < n; ++r) {
-      auto& round = all.emplace_back();
-      for (int i = 0; i < row_blocks; ++i)
-        if ((i + r) % n < col_blocks) round.emplace_back(i, (i + r) % n);
+      Round& round = all.emplace_back(n);
+      for (int i = 0; i < n; ++i) {
+        const int64_t strip = (i + r) % n;
+        for (int j = int(strip * longer / n); j < int((strip + 1) * longer / n); ++j)
+          row_blocks <= col_blocks ? round[i].emplace_back(i, j) : round[i].emplace_back(j, i);
+      }
     }
     return all;
   }
-  auto& diagonal = all.emplace_back();
-  for (int i = 0; i < row_blocks; ++i) diagonal.emplace_back(i, i);
+  Round& diagonal = all.emplace_back();
+  for (int i = 0; i < row_blocks; ++i) diagonal.push_back({Block(i, i)});
   const int n = row_blocks + row_blocks % 2;  // an odd number of players gets a bye
   for (int r = 0; r + 1 < n; ++r) {
-    auto& round = all.emplace_back();
+    Round& round = all.emplace_back();
     for (int p = 0; p < n / 2; ++p) {  // the circle method: player n-1 stays, the others turn
       const int a = p == 0 ? n - 1 : (r + p) % (n - 1), b = (r + n - 1 - p) % (n - 1);
-      if (std::max(a, b) < row_blocks) round.emplace_back(std::min(a, b), std::max(a, b));
+      if (std::max(a, b) < row_blocks) round.push_back({Block(std::min(a, b), std::max(a, b))});
     }
   }
   return all;
@@ -137,6 +141,31 @@ std::vector<int64_t> sorted_order(const int64_t* y, int64_t n) {
   std::partial_sum(start.begin(), start.end(), start.begin());
   for (int64_t i = 0; i < n; ++i) order[start[y[i] - *least]++] = i;
   return order;
+}
+
+// Labels of columns where all that no row has (`rows`, sorted) have become one. Nobody asks for the order of those, so
+// they keep that in which they lie in memory and are read fastest. Labels that are sorted stay as they are.
+at::Tensor asked_for(const at::Tensor& labels, const std::vector<int64_t>& rows) {
+  const at::Tensor out = labels.clone(at::MemoryFormat::Contiguous);
+  int64_t *const y = out.data_ptr<int64_t>(), *const end = y + out.numel();
+  if (rows.empty() || std::is_sorted(y, end)) return out;
+  const int64_t least = rows.front(), most = rows.back();
+  int64_t other = most;  // becomes the next label that no row has, upwards or else downwards
+  if (most < std::numeric_limits<int64_t>::max()) {
+    ++other;
+  } else {
+    for (auto row = rows.rbegin(); row != rows.rend() && *row >= other; ++row) other -= *row == other;
+  }
+  const uint64_t range = uint64_t(most) - uint64_t(least);
+  std::vector<char> table(range < uint64_t(out.numel()) ? range + 1 : 0);
+  for (size_t i = 0; !table.empty() && i < rows.size(); ++i) table[rows[i] - least] = 1;
+  for (int64_t* at = y; at < end; ++at) {
+    const bool inside = *at >= least && *at <= most;
+    const bool asked =
+        inside && (table.empty() ? std::binary_search(rows.begin(), rows.end(), *at) : table[*at - least] != 0);
+    *at = asked ? *at : other;
+  }
+  return out;
 }
 
 // A loop over rows that may be split between threads anywhere: nothing is added up across rows.
@@ -318,8 +347,9 @@ Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols,
       sharpness(sharp),
       row(rows, row_labels, normalize, Keep::never, 1),
       other(symmetric ? nullptr
-                      : new Vectors<R>(*cols, *col_labels, normalize,
-                                       rows.size(0) <= cols->size(0) / 4 ? Keep::always : Keep::if_sorted, pooled)),
+            : rows.size(0) <= cols->size(0) / 4
+                ? new Vectors<R>(*cols, asked_for(*col_labels, row.label), normalize, Keep::always, pooled)
+                : new Vectors<R>(*cols, *col_labels, normalize, Keep::if_sorted, pooled)),
       col(symmetric ? row : *other),
       n_rows(row.n()),
       n_cols(col.n() / pooled),

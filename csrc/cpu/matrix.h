@@ -33,9 +33,12 @@ void parallel(int64_t tasks, const F& f) {
   });
 }
 
-// Rounds of tiles in which no row block and no column block occurs twice: threads own what they write, no atomics, and
-// the order of additions is the same for any number of threads. Symmetric: a round-robin tournament over I <= J.
-std::vector<std::vector<Block>> rounds(int row_blocks, int col_blocks, bool symmetric);
+// Rounds of tasks, each of which is a few tiles, where no row block and no column block occurs in two tasks of a round:
+// threads own what they write, no atomics, and the order of additions is the same for any number of threads. Symmetric:
+// a round-robin tournament over I <= J. Else a Latin square whose longer side is cut into strips: threads wait for each
+// other after a round, so there are as few as the shorter side has blocks.
+using Round = std::vector<std::vector<Block>>;
+std::vector<Round> rounds(int row_blocks, int col_blocks, bool symmetric);
 
 // Edge of a square tile. Also
 // computed by pydml/native.py for the size of what the forward pass leaves behind.
@@ -121,26 +124,29 @@ class Matrix {
   // Skip ranges of the positives of a tile that lies inside one class.
   void positives(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const;
 
-  // Call f(i0, ni, j0, nj, worker, tile number, place in the round) for every tile; after each round `then(first tile
-  // number, tiles in the round)` on the calling thread.
+  // Call f(i0, ni, j0, nj, worker, tile number, task) for every tile; after each round, on the calling thread,
+  // `then(first tile number, tiles, task)` for its tasks in turn.
   template <class F, class G>
   void for_tiles(const F& f, const G& then) const {
     int64_t first = 0;
-    for (const auto& round : rounds(row_blocks(), col_blocks(), symmetric)) {
+    for (const Round& round : rounds(row_blocks(), col_blocks(), symmetric)) {
+      std::vector<int64_t> number;
+      for (const auto& tiles : round) number.push_back(first), first += int64_t(tiles.size());
       parallel(int64_t(round.size()), [&](int64_t task, int64_t worker) {
-        const auto [I, J] = round[task];
-        const int64_t i0 = I * T, j0 = J * col_block;
-        f(i0, int(std::min(T, n_rows - i0)), j0, int(std::min(col_block, n_cols - j0)), worker, first + task, task);
+        int64_t n = number[task];
+        for (const auto& [I, J] : round[task]) {
+          const int64_t i0 = I * T, j0 = J * col_block;
+          f(i0, int(std::min(T, n_rows - i0)), j0, int(std::min(col_block, n_cols - j0)), worker, n++, task);
+        }
       });
-      then(first, int64_t(round.size()));
-      first += int64_t(round.size());
+      for (size_t task = 0; task < round.size(); ++task) then(number[task], int64_t(round[task].size()), int64_t(task));
     }
   }
   template <class F>
   void for_tiles(const F& f) const {
     for_tiles(
         [&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker, int64_t, int64_t) { f(i0, ni, j0, nj, worker); },
-        [](int64_t, int64_t) {});
+        [](int64_t, int64_t, int64_t) {});
   }
   // The same for the positives: tiles inside classes. Small classes in parallel, large ones one by one in rounds.
   template <class F>
@@ -152,10 +158,12 @@ class Matrix {
         continue;
       }
       const int nr = int((c.r1 - c.r0 + T - 1) / T), nc = int((c.c1 - c.c0 + col_block - 1) / col_block);
-      for (const auto& round : rounds(nr, nc, symmetric))
+      for (const Round& round : rounds(nr, nc, symmetric))
         parallel(int64_t(round.size()), [&](int64_t task, int64_t worker) {
-          const int64_t i0 = c.r0 + round[task].first * T, j0 = c.c0 + round[task].second * col_block;
-          f(i0, int(std::min(T, c.r1 - i0)), j0, int(std::min(col_block, c.c1 - j0)), worker);
+          for (const auto& [I, J] : round[task]) {
+            const int64_t i0 = c.r0 + I * T, j0 = c.c0 + J * col_block;
+            f(i0, int(std::min(T, c.r1 - i0)), j0, int(std::min(col_block, c.c1 - j0)), worker);
+          }
         });
     }
     parallel(int64_t(small.size()), [&](int64_t task, int64_t worker) {

@@ -164,23 +164,38 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
   }
   if (e.has(Side::negatives) && m.n_cols) {
     const int capacity = tile_capacity(m.T, m.col_block);
-    const int64_t widest = std::max(m.row_blocks(), m.col_blocks());
-    std::vector<Live<R>> found(listing ? widest * capacity : 0);
-    std::vector<int> count(widest);
+    std::vector<std::vector<Live<R>>> found(std::max(m.row_blocks(), m.col_blocks()));  // by the tasks of a round
     m.for_tiles(
-        [&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker, int64_t, int64_t place) {
-          count[place] = run(i0, ni, j0, nj, Side::negatives, e.work[worker], mines ? &hardest : nullptr,
-                             listing ? found.data() + place * capacity : nullptr, capacity);
-        },
-        [&](int64_t first, int64_t tiles) {  // in the order of the schedule, so that which tiles fit is always the same
-          for (int64_t p = 0; listing && p < tiles; ++p) {
-            const bool fits = count[p] >= 0 && list.used + count[p] <= list.capacity;
-            list.directory[2 * (first + p)] = list.used;
-            list.directory[2 * (first + p) + 1] = fits ? count[p] : -1;
-            if (!fits) continue;
-            std::copy_n(found.data() + p * capacity, count[p], list.pairs + list.used);
-            list.used += count[p];
+        [&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker, int64_t number, int64_t task) {
+          std::vector<R>* const most = mines ? &hardest : nullptr;
+          Workspace<R>& w = e.work[worker];
+          if (!listing) {
+            run(i0, ni, j0, nj, Side::negatives, w, most, nullptr, 0);
+            return;
           }
+          std::vector<Live<R>>& live = found[task];
+          const size_t used = live.size();
+          live.resize(used + capacity);
+          const int n_live = run(i0, ni, j0, nj, Side::negatives, w, most, live.data() + used, capacity);
+          live.resize(used + std::max(n_live, 0));
+          list.directory[2 * number + 1] = n_live;
+        },
+        [&](int64_t first, int64_t tiles, int64_t task) {  // in the order of the schedule: the same tiles always fit
+          const Live<R>* next = listing ? found[task].data() : nullptr;
+          for (int64_t number = first; listing && number < first + tiles; ++number) {
+            int64_t& n_live = list.directory[2 * number + 1];
+            list.directory[2 * number] = list.used;
+            if (n_live < 0) continue;
+            const Live<R>* const from = next;
+            next += n_live;
+            if (list.used + n_live > list.capacity) {
+              n_live = -1;
+              continue;
+            }
+            std::copy_n(from, n_live, list.pairs + list.used);
+            list.used += n_live;
+          }
+          if (listing) found[task].clear();
         });
   }
   if (mines) {
@@ -257,7 +272,7 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
               .backward_live(e.params.data(), describe(i0, ni, j0, nj, Side::negatives, w), mine.data(), int(n_live));
           for (int64_t p = 0; p < n_live; ++p) m.add_weight(i0 + live[p].i, j0 + live[p].j, mine[p].u, live[p].u, w);
         },
-        [](int64_t, int64_t) {});
+        [](int64_t, int64_t, int64_t) {});
   if (e.has(Side::positives))
     m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
       run(i0, ni, j0, nj, Side::positives, e.work[worker]);
