@@ -13,6 +13,8 @@ from torch import Tensor
 
 from pydml import miners
 from pydml.distributed import ShardedLoss, ShardedMiner
+from pydml.distributed import batch as sharded_batch
+from pydml.distributed.functions import gather_columns
 from pydml.losses import LOSSES, ContrastiveLoss, MultiSimilarityLoss, NCALoss, ProxyAnchorLoss
 
 DIM, CLASSES = 7, 5
@@ -199,6 +201,29 @@ def test_a_larger_batch_with_several_tiles_a_block() -> None:
     z, labels = make_batch("trained", 700, DIM, CLASSES)
     for name in ("ms-mined", "contrastive", "margin", "fast_ap", "dro_topk", "triplet-semihard"):
         check(2, case_of(name), z, labels, 1e-9, mode="ring", sizes=[500, 200])
+
+
+def gathers_columns(rank: int, size: int, case: Case, z: Tensor, labels: Tensor, sizes: list[int]) -> bool:
+    """Does a ring hold the columns of all ranks at once?"""
+    calls = []
+
+    def noted(*arguments: Any) -> Any:
+        calls.append(arguments[-1])
+        return gather_columns(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_batch, "gather_columns", noted)
+        sharded(rank, size, case, z, labels, {"mode": "ring", "sizes": sizes})
+    return bool(calls)
+
+
+@pytest.mark.parametrize("name", ["triplet", "triplet-semihard"])
+def test_a_ring_streams_triplets_unless_classes_are_large(name: str) -> None:
+    for rows, classes in ((29, CLASSES), (150, 2)):
+        z, labels = make_batch("trained", rows, DIM, classes)
+        sizes = [rows - 11, 11]
+        assert ranks(2)(gathers_columns, case_of(name), z, labels, sizes) == [rows == 150] * 2
+        check(2, case_of(name), z, labels, 1e-9, mode="ring", sizes=sizes)
 
 
 def mined(rank: int, size: int, z: Tensor, labels: Tensor, miner: Any) -> list[Tensor]:

@@ -23,6 +23,7 @@ from pydml.distributed.engines import (
     Pair,
     Search,
     Sides,
+    Triplets,
     mining_thresholds,
     row_statistics,
     run,
@@ -38,7 +39,10 @@ from pydml.distributed.functions import (
 from pydml.distributed.group import Group
 from pydml.distributed.walk import WALKS, Walk
 from pydml.losses.batch import Batch, pair_stats
-from pydml.policy import POLICIES
+from pydml.policy import POLICIES, softplus
+
+#: Positives of a row up to which triplets are streamed; they are fetched, so larger classes would bring most columns.
+MOST_POSITIVES = 64
 
 
 @dataclass
@@ -163,8 +167,10 @@ class ShardedBatch(Batch):
         return total_pos, total_neg
 
     def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
-        """See :meth:`Batch.triplet_sums`. A triplet has two columns, so a rank needs all of them at once."""
+        """See :meth:`Batch.triplet_sums`. A triplet has two columns: positives are fetched, or all columns gathered."""
         shards = self._shards
+        if not (swap or self.walk.holds_all or (self.positives() > MOST_POSITIVES).any()):
+            return self._streamed_triplets(mode, float(margin), smooth)
         options = (mode, float(margin), swap, smooth, self.view, self.normalize)
         if swap:  # here it also needs the rows of its positives: every rank computes everything
             total, above = ops.triplet(self.everything(), None, self.known_labels(), None, *options, self.backend)
@@ -178,23 +184,58 @@ class ShardedBatch(Batch):
         both = self._gather(torch.stack((total, above), 1), "sums over triplets")
         return both[:, 0], both[:, 1].detach()
 
+    def _positive_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, place among the positives of its row, and column of every positive pair."""
+        labels, among = self.known_labels(), self.ref_labels
+        assert among is not None
+        order = among.argsort(stable=True)
+        first, end = (torch.searchsorted(among[order], labels, right=right)[:, None] for right in (False, True))
+        most = int((end - first).amax()) if len(labels) else 0
+        at = first + torch.arange(most, device=labels.device)
+        column = order[at.clamp_max(len(order) - 1)]
+        real = at < end
+        if self.has_selves:
+            real &= column != torch.arange(len(labels), device=labels.device)[:, None]
+        i, place = real.nonzero(as_tuple=True)
+        return i, place, column[i, place]
+
+    def _streamed_triplets(self, mode: str, margin: float, smooth: bool) -> tuple[Tensor, Tensor]:
+        """The positives of a row are few and their similarities are known first; then negatives pass by."""
+        i, place, j = self._positive_pairs()
+        u_ap = self.dots(i, j)
+        positives = u_ap.new_full((self.size[0], int(place.amax()) + 1 if len(place) else 0), torch.inf)
+        positives[i, place] = u_ap.detach()
+        if mode == "all":
+            engine = Triplets(self._sides(), positives, margin, smooth)
+            found = self._gather(self._statistics(engine), "sums over triplets")
+            slopes = found[i, 2 + place].detach()
+            return found[:, 0].index_add(0, i, slopes * (u_ap.detach() - u_ap)), found[:, 1].detach()
+        searches = [Search("negatives", largest=True, below=u) for u in positives.T]
+        n = self._search(searches)[:, 1::2].long()[i, place] if searches else i
+        i, u_ap, n = i[n >= 0], u_ap[n >= 0], n[n >= 0]
+        violation = self.dots(i, n) - u_ap + margin
+        term = softplus(violation) if smooth else torch.relu(violation)
+        nothing = term.new_zeros(self.size[0])
+        total, above = (nothing.index_add(0, i, x.to(term.dtype)) for x in (term, term > 0))
+        return self.nan(total), above
+
     # Chosen pairs
 
+    def _search(self, searches: list[Search]) -> Tensor:
+        """What each search finds for all rows: similarity and column [B, 2·searches]."""
+        shards, engine = self._shards, Extremes(self._sides(), searches)
+        mine, _ = run(engine, self.walk, self.rows.detach(), shards.own, self.ref is None)
+        return shards.group.all_gather(mine, shards.sizes, "extremes")
+
     def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
-        shards, sides = self._shards, self._sides()
-
-        def found(searches: list[Search]) -> Tensor:
-            mine, _ = run(Extremes(sides, searches), self.walk, self.rows.detach(), shards.own, self.ref is None)
-            return shards.group.all_gather(mine, shards.sizes, "extremes")
-
         best = Search("positives", largest=positive == "easy")
         if negative != "semihard":
-            both = found([best, Search("negatives", largest=negative == "hard")])
+            both = self._search([best, Search("negatives", largest=negative == "hard")])
             return both[:, 1].long(), both[:, 3].long()
-        first = found([best])
+        first = self._search([best])
         u, p = first[:, 0] * (1 if best.largest else -1), first[:, 1].long()
         bound = torch.where(p < 0, -torch.inf, u)
-        second = found([Search("negatives", largest=True, below=bound)])
+        second = self._search([Search("negatives", largest=True, below=bound)])
         return p, second[:, 1].long()
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from pydml.policy import POLICIES, LogSumExp
 from pydml.tiled.pair import mine
 from pydml.tiled.select import _extreme
 from pydml.tiled.sides import Matrix, Tile
+from pydml.tiled.triplet import Against, against
 
 
 @dataclass
@@ -296,6 +297,44 @@ class Extremes(Engine):
                 part += [torch.where(column < 0, -torch.inf, u), torch.where(column < 0, -1, column + j.start).double()]
             found.append(torch.stack(part, 1))
         return torch.cat(found), None
+
+
+class Triplets(Engine):
+    """Triplets of each row's negatives and its positives, whose similarities [B, M] are known; +inf: none.
+
+    [r, 2 + M]: the sum of the losses, how many are above 0, and the slopes by the positives, but for their sign.
+    """
+
+    def __init__(self, sides: Sides, positives: Tensor, margin: float, smooth: bool) -> None:
+        super().__init__(sides)
+        self.positives, self.margin, self.smooth = positives, margin, smooth
+
+    def empty(self, rows: Tensor) -> Tensor:
+        return rows.new_zeros(len(rows), 2 + self.positives.shape[1])
+
+    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    def _against(self, tile: Tile, i: slice) -> Against:
+        return against(tile, self.positives[i][tile.rows], self.margin, self.smooth)
+
+    def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
+        matrix, found = self.sides.matrix(rows, cols, i, j), self.empty(rows)
+        for tile in matrix.tiles():
+            part = self._against(tile, i)
+            found[tile.rows] = torch.cat((torch.stack((part.total, part.count), 1), part.positives), 1)
+        return matrix.poison(found)[0], None
+
+    def backward(
+        self, grad: Tensor, stats: Tensor, saved: Tensor | None, rows: Tensor, cols: Tensor | None, i: slice, j: slice,
+        want_cols: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        matrix = self.sides.matrix(rows, cols, i, j)
+        matrix.start_gradient(True, want_cols)
+        (grad,) = matrix.poison(grad[:, :1])
+        for tile in matrix.tiles():
+            matrix.add_weights(tile, grad[tile.rows] * self._against(tile, i).negatives)
+        return matrix.gradients()
 
 
 def mining_thresholds(

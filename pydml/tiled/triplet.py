@@ -5,6 +5,8 @@ Per anchor: its few positives become thresholds, and every negative is held agai
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import relu
@@ -16,38 +18,64 @@ from pydml.tiled.sides import Matrix, Tile, beyond
 class Anchors:
     """The positives of a tile's rows as a padded list: ``u``, column ``index`` [r, M], ``real`` where not padding."""
 
-    def __init__(self, tile: Tile, ascending: bool) -> None:
+    def __init__(self, tile: Tile) -> None:
         most = int(tile.same.sum(1).amax())
-        key = tile.u.masked_fill(~tile.same, torch.inf) if ascending else (~tile.same).to(tile.u.dtype)
-        self.index = key.sort(dim=1, stable=True).indices[:, :most]
+        self.index = (~tile.same).to(torch.uint8).sort(dim=1, stable=True).indices[:, :most]
         self.real = tile.same.gather(1, self.index)
         self.u = tile.u.gather(1, self.index)
 
 
-def _hinges(tile: Tile, margin: float, w: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
-    """All hinge triplets of a tile: sort the positives once, then each negative finds how many it violates."""
-    a = Anchors(tile, ascending=True)
-    thresholds = a.u.masked_fill(~a.real, torch.inf)
+@dataclass
+class Against:
+    """Negatives [r, N] held against thresholds [r, M], the similarities of positives."""
+
+    total: Tensor  # [r] sum of the losses
+    count: Tensor  # [r] how many of them are above 0
+    negatives: Tensor  # [r, N] slope of the total by each negative
+    positives: Tensor  # [r, M] and, but for its sign, by each threshold
+
+
+def against(tile: Tile, thresholds: Tensor, margin: float, smooth: bool) -> Against:
+    """All triplets of a tile's rows and thresholds [r, M], +inf where there is none."""
+    if smooth:  # one threshold at a time
+        out = Against(tile.u.new_zeros(len(tile.u)), torch.zeros_like(tile.rows), torch.zeros_like(tile.u),
+                      torch.zeros_like(thresholds))  # fmt: skip
+        for p, u_ap in enumerate(thresholds.T):
+            member = tile.diff & (u_ap < torch.inf)[:, None]
+            violation = tile.u - u_ap[:, None] + margin
+            term, slope = (torch.where(member, f(violation), 0) for f in (softplus, torch.sigmoid))
+            out.total += term.sum(1)
+            out.count += (term > 0).sum(1)
+            out.negatives += slope
+            out.positives[:, p] = slope.sum(1)
+        return out
+    rising, order = thresholds.sort(1)  # once, then each negative finds how many it violates
     reach = tile.u + margin
-    k = torch.searchsorted(thresholds, reach.contiguous())  # positives with u_ap < u_an + m
+    k = torch.searchsorted(rising, reach.contiguous())  # positives with u_ap < u_an + m
     k = torch.where(tile.diff, k, 0)
-    prefix = torch.cat((a.u.new_zeros(len(a.u), 1), a.u.masked_fill(~a.real, 0).cumsum(1)), 1)
+    prefix = torch.nn.functional.pad(rising.masked_fill(rising == torch.inf, 0).cumsum(1), (1, 0))
     total = torch.where(tile.diff, k * reach - prefix.gather(1, k), 0).sum(1)
+    passed = beyond(k, tile.diff, thresholds.shape[1]).to(total.dtype)
+    return Against(total, k.sum(1), k.to(total.dtype), torch.empty_like(rising).scatter_(1, order, passed))
+
+
+def _all(tile: Tile, margin: float, smooth: bool, w: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
+    """All triplets of a tile."""
+    a = Anchors(tile)
+    found = against(tile, a.u.masked_fill(~a.real, torch.inf), margin, smooth)
     if w is not None:
-        w += g * k
-        w.scatter_add_(1, a.index, -g * beyond(k, tile.diff, a.u.shape[1]) * a.real)
-    return total, k.sum(1)
+        w += g * found.negatives
+        w.scatter_add_(1, a.index, -g * found.positives * a.real)
+    return found.total, found.count
 
 
-def _pairwise(
-    m: Matrix, tile: Tile, margin: float, swap: bool, smooth: bool, w: Tensor | None, g: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Smooth or swapped triplets of a tile: one positive of every anchor at a time."""
-    a = Anchors(tile, ascending=False)
+def _swapped(m: Matrix, tile: Tile, margin: float, smooth: bool, w: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Anchor-swapped triplets of a tile: one positive of every anchor at a time."""
+    a = Anchors(tile)
     total, count = torch.zeros_like(tile.u[:, 0]), torch.zeros_like(tile.rows)
     for index, u_ap, real in zip(a.index.T, a.u.T, a.real.T, strict=True):
         member = tile.diff & real[:, None]
-        other = m.tile(index) if swap else tile
+        other = m.tile(index)
         taken = other.u > tile.u  # the positive is nearer to the negative than the anchor is
         violation = torch.maximum(tile.u, other.u) - u_ap[:, None] + margin
         term = torch.where(member, softplus(violation) if smooth else relu(violation), 0)
@@ -58,14 +86,13 @@ def _pairwise(
             push = torch.where(member, g * slope, 0)
             w += torch.where(taken, 0, push)
             w.scatter_add_(1, index[:, None], -push.sum(1, keepdim=True))
-            if swap:
-                m.add_weights(other, torch.where(taken, push, 0))
+            m.add_weights(other, torch.where(taken, push, 0))
     return total, count
 
 
 def _semihard(tile: Tile, margin: float, smooth: bool, w: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
     """Per positive pair the most similar negative below it; ties go to the smallest column."""
-    a = Anchors(tile, ascending=False)
+    a = Anchors(tile)
     falling, order = (-tile.u).masked_fill(~tile.diff, torch.inf).sort(dim=1, stable=True)
     place = torch.searchsorted(falling, (-a.u).contiguous(), right=True).clamp_max(falling.shape[1] - 1)
     u_an, n = -falling.gather(1, place), order.gather(1, place)
@@ -85,9 +112,7 @@ def _tile(
     """Losses and counts of a tile's anchors; with ``w``, also add g·dloss/du to it."""
     if mode == "semihard":
         return _semihard(tile, margin, smooth, w, g)
-    if swap or smooth:
-        return _pairwise(m, tile, margin, swap, smooth, w, g)
-    return _hinges(tile, margin, w, g)
+    return _swapped(m, tile, margin, smooth, w, g) if swap else _all(tile, margin, smooth, w, g)
 
 
 def triplet(
