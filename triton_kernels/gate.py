@@ -139,7 +139,12 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
         kept = torch.zeros(0, 2)
         nodes = (11, -1.0, 1.0, view, True)
         yield "histogram_backward", (counts, counts, counts, counts, kept, *matrix_of, *nodes, True, False)
-    for mode, smooth, view in (("all", False, "euclidean"), ("all", True, "dot"), ("semihard", False, "euclidean")):
+    for mode, smooth, view in (
+        ("all", False, "euclidean"),
+        ("all", True, "dot"),
+        ("semihard", False, "euclidean"),
+        ("semihard", True, "dot"),
+    ):
         yield "triplet", (*matrix_of, mode, 0.2, False, smooth, view, True)
         yield "triplet_backward", (field, *matrix_of, mode, 0.2, False, smooth, view, True, True, False)
     for kinds in (("easy", "hard"), ("hard", "semihard"), ("semihard", "hard")):
@@ -219,8 +224,8 @@ def compile_variant(v: Variant) -> Outcome:
             if attempt == ATTEMPTS - 1:
                 nothing = dict(registers=0, spilled=0, shared=0, instruction=False, multiplies=False)
                 return Outcome(**base, **nothing, error=reason)
-    # Launches that take distances from differences have small tiles, for which the older instruction is right.
-    multiplies = "tt.dot" in binary.asm["ttir"] and not constants.get("EXACT", False)
+    # Tiles of fewer rows than the newer instructions want are multiplied by the older one, and are meant to be.
+    multiplies = "tt.dot" in binary.asm["ttir"] and constants["BM"] >= 64
     assembly = binary.asm["ptx"] if nvidia else binary.asm["amdgcn"]
     if nvidia:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

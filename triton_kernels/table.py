@@ -50,11 +50,11 @@ ARCHITECTURES = (
 MATHS = ("ieee", "tf32", "bf16", "fp16")
 
 
-#: What a launch does, which decides how much it keeps in registers. forward: a pass over the columns; thresholds: one
-#: that holds the triplet engine's positives; backward: gradients of the pair engine, half: those of both sides by
-#: atomic additions; histogram, triplet: gradients of these engines, which look up tables; exact: distances from
-#: differences.
-KINDS = ("forward", "thresholds", "backward", "half", "histogram", "triplet", "exact")
+#: What a launch does, which decides how much it keeps in registers. forward: a pass over the columns; hinge,
+#: thresholds: one that holds the triplet engine's positives, of the hinge and of the other losses; backward: gradients
+#: of the pair engine, half: those of both sides by atomic additions; histogram, triplet: gradients of these engines,
+#: which look up tables; exact: distances from differences.
+KINDS = ("forward", "hinge", "thresholds", "backward", "half", "histogram", "triplet", "exact")
 
 
 def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
@@ -79,8 +79,11 @@ def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
         chunk //= 2
     if kind == "backward" and blackwell:
         depth = min(width, 2 * depth)
-    stages = 1 if kind in ("triplet", "thresholds") else 3 if kind == "half" and blackwell else 2
-    return Tiles(64, cols, depth, min(width, chunk), 4 if kind == "thresholds" and blackwell else 8, stages)
+    if kind in ("hinge", "thresholds"):
+        # Triton 3.7.1 does not always compile such a loop around a product in tensor memory; 32 rows are not put there.
+        return Tiles(32 if kind == "thresholds" and blackwell else 64, cols, depth, depth, 4 if blackwell else 8, 1)
+    stages = 1 if kind == "triplet" else 3 if kind == "half" and blackwell else 2
+    return Tiles(64, cols, depth, min(width, chunk), 8, stages)
 
 
 @functools.cache

@@ -388,7 +388,9 @@ class Triplets(Matrix):
     ) -> None:
         super().__init__(*matrix, view, normalize)
         self.semihard, self.margin, self.smooth = mode == "semihard", margin, smooth
-        self.tile, self.narrow = replace(self.tiles("backward"), stages=1), self.tiles("triplet")
+        self.narrow = self.tiles("triplet")
+        # Semi-hard negatives are compared with positives: equal rows have to give equal bits, by the same instructions.
+        self.tile = self.tiles("thresholds") if self.semihard else replace(self.tiles("backward"), stages=1)
         self.blocks = triton.cdiv(self.row.size, self.tile.rows)
         self.col_tiles = triton.cdiv(self.col.size, self.tile.cols)
         self.first, self.last = self.ranges(self.row, self.col)
@@ -410,16 +412,18 @@ class Triplets(Matrix):
 
     def hold(self, window: int) -> tuple[Tensor, Tensor]:
         """What the negatives are to every positive of the window: see :func:`thresholds_kernel`."""
-        splits = self.splits(self.blocks, self.col_tiles)
+        tiles = self.tiles("thresholds" if self.smooth or self.semihard else "hinge")
+        blocks = triton.cdiv(self.row.size, tiles.rows)
+        splits = self.splits(blocks, self.col_tiles)
         found = self.row.x.new_empty(splits, self.held, self.row.size)
         place = self.first.new_empty(found.shape if self.semihard else (1, 1, 1))
         back = torch.empty_like(self.col.order)
         back[self.col.order] = torch.arange(self.col.size, device=self.device)
         launch(
-            thresholds_kernel, (self.blocks, self.held // HELD, splits), self.device,
+            thresholds_kernel, (blocks, self.held // HELD, splits), self.device,
             *self.sides, self.u, self.least, self.col.order, back, found, place, *self.shape, window, self.margin,
             SEMIHARD=self.semihard, PB=HELD, SPLITS=splits, SMOOTH=self.smooth, P=self.held,
-            **self.constants(self.tiles("thresholds")),
+            **self.constants(tiles),
         )  # fmt: skip
         if splits == 1:
             return found[0], place[0]
@@ -429,12 +433,6 @@ class Triplets(Matrix):
         name = self.col.order[place.clamp(0, self.col.size - 1)]  # whatever stands in slots that are none
         name = torch.where((found == best) & (place >= 0), name, self.col.size - 1).amin(0)
         return best - self.u + self.margin, back[name].to(place.dtype)
-
-
-def elsewhere(m: Matrix, swap: bool, smooth: bool) -> bool:
-    """Do the tiled engines run it? Triton 3.7.1 fails, in some runs and not in others, to compile the sum of smooth
-    slopes for sm_100."""
-    return swap or (smooth and m.arch.name == "sm_100")
 
 
 def triplet(
@@ -452,7 +450,7 @@ def triplet(
     """Per anchor: the sum of its triplets' losses and how many of them are above 0."""
     matrix = rows, cols, row_labels, col_labels
     m = Triplets(matrix, mode, margin, smooth, view, normalize)
-    if elsewhere(m, swap, smooth) or m.empty:
+    if swap or m.empty:
         return tiled.triplet(*matrix, mode, margin, swap, smooth, view, normalize)
     splits = 1 if m.semihard else m.splits(m.blocks, m.col_tiles)
     total = m.row.x.new_zeros(splits, m.row.size)
@@ -492,7 +490,7 @@ def triplet_backward(
     """dL/drows and dL/dcols from dL/dtotal [R]."""
     matrix = rows, cols, row_labels, col_labels
     m = Triplets(matrix, mode, margin, smooth, view, normalize)
-    if elsewhere(m, swap, smooth):
+    if swap:
         return tiled.triplet_backward(grad, *matrix, mode, margin, swap, smooth, view, normalize, want_rows, want_cols)
     if m.empty:
         return m.no_gradients(want_rows, want_cols)
