@@ -381,7 +381,7 @@ def predicted(device_name: str, backend: str, n: int, dim: int, number_format: s
         return None
     ordinary = number_format == "fp32"
     # Columns of the gradient that a block owns: the fewer, the more often a tile is made again.
-    gpu = replace(gpu, chunk=DEPTH if backend == "cuda" or ordinary else gpu.chunk)
+    gpu = replace(gpu, chunk=DEPTH if backend == "cuda" else 128 if ordinary else gpu.chunk)
     cost = next(cost for cost in roofline.costs(dim, gpu) if cost.name == ON_PAPER[backend])
     if ordinary:  # products are made by ordinary cores
         cost = replace(cost, products=0.0, instructions=cost.instructions + cost.products * dim)

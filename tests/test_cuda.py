@@ -129,7 +129,7 @@ def rounded(case: Golden) -> Golden:
 @pytest.mark.parametrize("math", FORMATS)
 @over(CASES)
 def test_every_loss_is_that_of_fp64(case: Case, math: str, precision: None) -> None:
-    """Two tiles of rows, more than one slab and one block of gradient columns."""
+    """Two tiles of rows, more than one slab and one group of gradient columns."""
     dtype, tolerance = use(math)
     z, labels = make_batch("ragged", 75, 140, 12, dtype=dtype)
     loss_fn = case.build(12, 140, dtype)
@@ -153,12 +153,23 @@ def test_every_loss_with_references_is_that_of_fp64(case: Case, math: str, preci
 
 
 @pytest.mark.parametrize("rows", (1, 2, 63, 64, 65, 199))
-@pytest.mark.parametrize("dim", (1, 31, 129))
+@pytest.mark.parametrize("dim", (1, 31, 129, 257))
 def test_sizes_around_the_borders_of_tiles(rows: int, dim: int) -> None:
     case = next(case for case in CASES if case.id == "ms-mined")
     z, labels = make_batch("random", rows, dim, max(1, rows // 3), dtype=torch.float32)
     want = run(case.build(1, dim), z.double(), labels, backend="dense")
     assert_same(run(case.build(1, dim, torch.float32), z, labels, backend=BACKEND), want, 1e-5)
+
+
+@pytest.mark.parametrize("math", FORMATS)
+@pytest.mark.parametrize("case", ("ms-mined", "nca", "margin", "fast_ap", "triplet", "soft_triple"))
+def test_rows_wider_than_a_block_of_the_gradient(case: str, math: str, precision: None) -> None:
+    dtype, tolerance = use(math)
+    z, labels = make_batch("ragged", 70, 300, 9, dtype=dtype)
+    found = next(c for c in CASES if c.id == case)
+    loss_fn = found.build(9, 300, dtype)
+    want = run(in_double(loss_fn, found, 9, 300), z.double(), labels, backend="dense")
+    assert_same(run(loss_fn, z, labels, backend=BACKEND), want, tolerance)
 
 
 @pytest.mark.parametrize("math", FORMATS)
@@ -424,6 +435,13 @@ def test_rows_and_columns_of_two_dtypes_meet_in_the_wider() -> None:
     for a, b, dtype, tolerance in zip(*back, (torch.bfloat16, torch.float32), (8e-3, 1e-5), strict=True):
         assert a.dtype == dtype
         assert_close(a, b, tolerance)
+
+
+def test_a_launch_that_fails_is_named_in_the_words_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    z, labels = make_batch("random", 30, 12, 5, dtype=torch.float32)
+    monkeypatch.setenv("PYDML_EMULATOR_ARCH", "7")
+    with pytest.raises(RuntimeError, match=r"the launch of prepare failed with CUDA error 1: .*unknown architecture 7"):
+        KERNELS["rank"](z, None, labels, None, True)
 
 
 def test_fp64_is_left_to_the_tiled_engines() -> None:

@@ -199,11 +199,11 @@ def test_time_on_paper(gpu: str, backend: str) -> None:
     assert 2 * bf16 < fp32 < 200, "ordinary cores multiply far slower"
 
 
-def test_the_narrower_blocks_of_cuda_cost_more_on_paper() -> None:
-    """1 + 1 + ⌈512/128⌉ = 6 products against 1 + 1 + ⌈512/256⌉ = 4."""
-    cuda, triton = (selftest.predicted("A100", name, 32768, 512, "bf16") for name in ("cuda", "triton"))
+def test_narrower_blocks_cost_more_on_paper() -> None:
+    """Of ordinary cores' products, 1 + 1 + ⌈512/128⌉ = 6 in Triton against 1 + 1 + ⌈512/256⌉ = 4."""
+    cuda, triton = (selftest.predicted("A100", name, 32768, 512, "fp32") for name in ("cuda", "triton"))
     assert cuda is not None and triton is not None
-    assert cuda / triton == pytest.approx(6 / 4, rel=1e-3)
+    assert triton / cuda == pytest.approx(6 / 4, rel=0.05)
 
 
 def test_nothing_is_known_of_other_gpus_and_backends() -> None:

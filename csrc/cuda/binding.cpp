@@ -53,7 +53,7 @@ const T* in(const OptionalTensor& t) {
 }
 
 void check(int error, const char* op) {
-  STD_TORCH_CHECK(error == 0, "pydml: CUDA error ", error, " at the launch of ", op);
+  STD_TORCH_CHECK(error == 0, "pydml: the launch of ", op, " failed with CUDA error ", error, ": ", describe(error));
 }
 
 Rows rows(const Tensors& t, size_t first, int64_t n, int64_t pool) {

@@ -1,6 +1,7 @@
 // The way back: a block owns the gradients of 64 rows, makes each tile again, lets an engine turn u into dL/du in
-// place, and adds W·X̂ of the tile's columns. Rows are owned, so there are no atomics. A block has 128 columns of the
-// gradient in its registers; wider rows take more blocks, and each of them makes the tile again.
+// place, and adds W·X̂ of the tile's columns. Rows are owned, so there are no atomics. A block is two groups of 128
+// threads, each of which has 128 columns of the gradient in its registers; rows wider than 256 take more blocks, and
+// each of them makes the tile again.
 //
 // W·X̂ is formed in TF32, whose operands hold bf16 and fp16 exactly and have the range of fp32: weights may be tiny.
 // Distances need more digits, as q·(x_i-x_j) is a small difference: there W is split in two such numbers.
@@ -9,20 +10,22 @@
 
 namespace pydml {
 
-constexpr int kDepth = 128;                                         // columns of the gradient in a block
-constexpr int kSpareSlabs = 3;                                      // buffers beside the tile
+constexpr int kGroups = 2, kCarryThreads = kGroups * kThreads, kParts = kCarryThreads / kTile;
+constexpr int kDepth = 128;                                         // columns of the gradient in a group
+constexpr int kSpareSlabs = 3;                                      // buffers of a group beside the tile
 constexpr int kSlabsAt = kTile * kCarryPitch * int(sizeof(float));  // where they lie in the arena
-constexpr int kNearAt = kSlabsAt + kSpareSlabs * kSlab;             // the bits of near pairs
-static_assert(kNearAt + 2 * kTile * int(sizeof(unsigned)) <= kArena, "all of it takes the place of used slabs");
+constexpr int kNearAt = kSlabsAt + kGroups * kSpareSlabs * kSlab;   // the bits of near pairs
+constexpr int kCarryArena = kNearAt + 2 * kTile * int(sizeof(unsigned));
+static_assert(kCarryArena >= kArena, "what make_tile takes");
 
-// 64 × kDepth numbers of the gradient in the registers of the block: 4 warps, two by two.
+// 64 × kDepth numbers of the gradient in the registers of a group: 4 warps, two by two.
 template <class M>
 struct Gradient {
   static constexpr int slabs = kDepth / M::columns, groups = M::columns / 16;
   float g[slabs][2][groups][4] = {};
 
   static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
-  static __device__ __forceinline__ int row0() { return int(threadIdx.x) / 64 * 32; }
+  static __device__ __forceinline__ int row0() { return int(threadIdx.x) % kThreads / 64 * 32; }
   static __device__ __forceinline__ int col0() { return int(threadIdx.x) / 32 % 2 * (M::columns / 2); }
 
   // The weights of 8 columns of the tile as an operand of mma: k is a column, in the order 0 2 4 6 1 3 5 7.
@@ -98,7 +101,7 @@ struct Gradient<Fp32> {
 
   template <int p>
   __device__ __forceinline__ void add(const float* tile, const char* slab, bool) {
-    const int tx = int(threadIdx.x) % 16, ty = int(threadIdx.x) / 16;
+    const int tx = int(threadIdx.x) % 16, ty = int(threadIdx.x) % kThreads / 16;
     for (int j = 0; j < kTile; ++j) {
       const float2 x = *reinterpret_cast<const float2*>(slab + swizzle(j, tx / 2) + tx % 2 * 8);
 #pragma unroll
@@ -110,7 +113,7 @@ struct Gradient<Fp32> {
   }
   template <class F>
   __device__ __forceinline__ void each(const F& f) {
-    const int tx = int(threadIdx.x) % 16, ty = int(threadIdx.x) / 16;
+    const int tx = int(threadIdx.x) % 16, ty = int(threadIdx.x) % kThreads / 16;
 #pragma unroll
     for (int p = 0; p < slabs; ++p)
 #pragma unroll
@@ -143,7 +146,7 @@ struct WeightTile {
   template <class F>
   __device__ __forceinline__ void each(const F& f) const {
     const int col = int(threadIdx.x) % kTile, j = other_tile * kTile + col;
-    for (int row = int(threadIdx.x) / kTile; row < kTile; row += kThreads / kTile) {
+    for (int row = int(threadIdx.x) / kTile; row < kTile; row += kParts) {
       const int i = own_tile * kTile + row;
       const float v = u[row * kCarryPitch + col];
       const bool inside = i < m.own.n && j < m.other.n && !(m.symmetric && i == j);
@@ -156,7 +159,7 @@ struct WeightTile {
   __device__ __forceinline__ void each_pool(const F& f) const {
     const bool own_pools = m.own.pool > 1;
     const int pool = own_pools ? m.own.pool : m.other.pool, per = kTile / pool;
-    for (int e = int(threadIdx.x); e < kTile * per; e += kThreads) {
+    for (int e = int(threadIdx.x); e < kTile * per; e += kCarryThreads) {
       const int line = e % kTile, item = e / kTile;
       const int i = own_pools ? own_tile * per + item : own_tile * kTile + line;
       const int j = own_pools ? other_tile * kTile + line : other_tile * per + item;
@@ -188,29 +191,32 @@ __device__ __forceinline__ void wait_for_slab() {
 // Engine::weigh(tile) turns every u of a tile into dL/du; idle() says that there is nothing to do, adds() that parts
 // hold what an earlier launch has found.
 template <class M, class Engine>
-__global__ void __launch_bounds__(kThreads, 2) carry(const Matrix m, const Engine engine, float* parts) {
+__global__ void __launch_bounds__(kCarryThreads, 1) carry(const Matrix m, const Engine engine, float* parts) {
   if (engine.idle()) return;
   SharedPieces pieces;
-  char* const arena = pieces.take<char>(kArena);
+  char* const arena = pieces.take<char>(kCarryArena);
   float* const tile = reinterpret_cast<float*>(arena);
   unsigned* const near = reinterpret_cast<unsigned*>(arena + kNearAt);
-  const int own_tile = int(blockIdx.x), row = int(threadIdx.x) % kTile, half = int(threadIdx.x) / kTile;
-  const int column0 = int(blockIdx.z) * kDepth, slab0 = column0 / M::columns;
+  const int own_tile = int(blockIdx.x), row = int(threadIdx.x) % kTile, part = int(threadIdx.x) / kTile;
+  const int group = int(threadIdx.x) / kThreads;
+  const int column0 = (int(blockIdx.z) * kGroups + group) * kDepth, slab0 = column0 / M::columns;
+  char* const slabs = arena + kSlabsAt + group * kSpareSlabs * kSlab;
   const bool distance = is_distance(m);
   Gradient<M> gradient;
   float pull = 0;  // Σ of this row's far pairs: what multiplies x̂_i itself
   const Walk walk = walk_of(m, false);
   for (int t = walk.first; t < walk.last; ++t) {
-    make_tile<M, kCarryPitch>(m, own_tile, t, arena, distance ? near : nullptr);
+    make_tile<M, kCarryPitch, kCarryThreads>(m, own_tile, t, arena, distance ? near : nullptr);
     auto fetch_slab = [&](int p) {
-      if (slab0 + p < m.slabs) fetch(m, m.other, t, slab0 + p, arena + kSlabsAt + p % kSpareSlabs * kSlab);
+      if (slab0 + p < m.slabs)
+        fetch<kThreads>(m, m.other, t, slab0 + p, slabs + p % kSpareSlabs * kSlab, int(threadIdx.x) % kThreads);
       cp_async_commit();
     };
     for (int p = 0; p < min(kSpareSlabs, Gradient<M>::slabs); ++p) fetch_slab(p);
     engine.weigh(WeightTile{m, own_tile, t, tile});
     __syncthreads();
     if (distance) {
-      const bool any = __syncthreads_or(near[2 * row + half] != 0);
+      const bool any = __syncthreads_or(near[2 * row + part % 2] != 0);
       for (int col = 0; any && col < kTile; ++col) {
         gradient.each([&](int r, int column, float& g) {
           if (!(near[2 * r + col / 32] >> (col % 32) & 1) || column0 + column >= m.d) return;
@@ -220,8 +226,8 @@ __global__ void __launch_bounds__(kThreads, 2) carry(const Matrix m, const Engin
         });
       }
       __syncthreads();
-      for (int e = 0; e < kTile / kHalves; ++e) {
-        const int col = half * (kTile / kHalves) + e;
+      for (int e = 0; e < kTile / kParts; ++e) {
+        const int col = part * (kTile / kParts) + e;
         float& w = tile[row * kCarryPitch + col];
         w = near[2 * row + col / 32] >> (col % 32) & 1 ? 0.f : w;
         pull -= w;
@@ -234,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 2) carry(const Matrix m, const Engin
       if constexpr (p < n) {
         constexpr int after = n - 1 - p;
         wait_for_slab < after<kSpareSlabs - 1 ? after : kSpareSlabs - 1>();
-        if (slab0 + p < m.slabs) gradient.template add<p>(tile, arena + kSlabsAt + p % kSpareSlabs * kSlab, distance);
+        if (slab0 + p < m.slabs) gradient.template add<p>(tile, slabs + p % kSpareSlabs * kSlab, distance);
         if constexpr (p + kSpareSlabs < n) {
           __syncthreads();
           fetch_slab(p + kSpareSlabs);
@@ -245,12 +251,16 @@ __global__ void __launch_bounds__(kThreads, 2) carry(const Matrix m, const Engin
     __syncthreads();
   }
   float* const pulls = reinterpret_cast<float*>(arena);
-  pulls[half * kTile + row] = pull;
+  pulls[part * kTile + row] = pull;
   __syncthreads();
   gradient.each([&](int r, int column, float& g) {
     const int64_t place = int64_t(own_tile) * kTile + r;
     if (column0 + column >= m.d || m.own.index[place] < 0) return;
-    if (distance) g += (pulls[r] + pulls[kTile + r]) * entry<M>(m, m.own, place, column0 + column);
+    if (distance) {
+      float all = 0;
+      for (int q = 0; q < kParts; ++q) all += pulls[q * kTile + r];
+      g += all * entry<M>(m, m.own, place, column0 + column);
+    }
     const int64_t places = int64_t(gridDim.x) * kTile;
     float& to = parts[(int64_t(blockIdx.y) * places + place) * m.d + column0 + column];
     to = engine.adds() ? to + g : g;
@@ -260,10 +270,10 @@ __global__ void __launch_bounds__(kThreads, 2) carry(const Matrix m, const Engin
 template <class Engine>
 int launch_carry(const Matrix& m, const Engine& engine, float* parts, void* stream) {
   const int per_own = kTile / m.own.pool;
-  const dim3 grid((m.own.n + per_own - 1) / per_own, m.splits, (m.d + kDepth - 1) / kDepth);
+  const dim3 grid((m.own.n + per_own - 1) / per_own, m.splits, (m.d + kGroups * kDepth - 1) / (kGroups * kDepth));
   return with_math(m.math, [&](auto math) {
-    return launch(&carry<decltype(math), Engine>, grid, kThreads, SharedPieces::bytes<char>(kArena), stream, m, engine,
-                  parts);
+    return launch(&carry<decltype(math), Engine>, grid, kCarryThreads, SharedPieces::bytes<char>(kCarryArena), stream,
+                  m, engine, parts);
   });
 }
 

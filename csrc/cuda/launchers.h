@@ -5,6 +5,9 @@
 
 namespace pydml {
 
+// prepare.cu: CUDA's words for an error code.
+const char* describe(int error);
+
 // prepare.cu: z -> x, scale, size, norm of one side; `trouble` becomes 1 where an entry is not finite.
 struct PrepareArguments {
   const void* z;  // [rows, d] by strides

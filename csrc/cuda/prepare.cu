@@ -84,6 +84,8 @@ __global__ void __launch_bounds__(kThreads, 4) finish(const Matrix m, const Fini
 
 }  // namespace
 
+const char* describe(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
+
 int launch_prepare(const PrepareArguments& a, void* stream) {
   return with_math(a.math, [&](auto math) {
     return launch(&prepare<decltype(math)>, dim3((a.places + kWarps - 1) / kWarps), kThreads, 0, stream, a);

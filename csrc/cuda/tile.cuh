@@ -1,6 +1,6 @@
-// A 64×64 tile of the similarity matrix, by one block of 128 threads: slabs of rows come in by cp.async, dot products
-// are formed on ordinary or on tensor cores, and the tile is left in shared memory as oriented similarities. No loss is
-// known here.
+// A 64×64 tile of the similarity matrix, by one block of 128 or 256 threads: slabs of rows come in by cp.async, dot
+// products are formed on ordinary or on tensor cores, and the tile is left in shared memory as oriented similarities.
+// No loss is known here.
 #pragma once
 #include "cuda/matrix.h"
 #include "cuda/ptx.cuh"
@@ -8,7 +8,7 @@
 
 namespace pydml {
 
-constexpr int kTile = 64, kThreads = 128;
+constexpr int kTile = 64, kThreads = 128;                  // unless a function says otherwise
 constexpr int kRowBytes = 128, kSlab = kTile * kRowBytes;  // a slab: 128 bytes of each of 64 rows
 constexpr int kStages = 3;
 // The tile lies where the slabs were: they are used up when it is written.
@@ -93,8 +93,10 @@ __device__ __forceinline__ const char* slab_of(const Matrix& m, const Rows& rows
   return static_cast<const char*>(rows.x) + (place * m.slabs + slab) * kRowBytes;
 }
 
-__device__ __forceinline__ void fetch(const Matrix& m, const Rows& rows, int tile, int slab, char* to) {
-  for (int e = int(threadIdx.x); e < kTile * 8; e += kThreads) {
+// Fetch a slab of a tile by `threads` threads, of which this is number `thread`.
+template <int threads>
+__device__ __forceinline__ void fetch(const Matrix& m, const Rows& rows, int tile, int slab, char* to, int thread) {
+  for (int e = thread; e < kTile * 8; e += threads) {
     const int row = e >> 3, piece = e & 7;
     cp_async16(to + swizzle(row, piece), slab_of(m, rows, int64_t(tile) * kTile + row, slab) + piece * 16);
   }
@@ -118,20 +120,24 @@ __device__ __forceinline__ float exact_square(const Matrix& m, int64_t i, int64_
   return total;
 }
 
-// The dot products of a tile, in the registers of the block: 4 warps of 32×32.
-template <class M>
+// The dot products of a tile, in the registers of the block: two rows of warps, each of which has 32 rows of the tile.
+template <class M, int threads>
 struct Products {
-  float s[2][4][4] = {};
+  static constexpr int across = threads / 64, columns = kTile / across;  // warps side by side, and columns of each
+  float s[2][columns / 8][4] = {};
+
+  static __device__ __forceinline__ int lane() { return int(threadIdx.x) % 32; }
+  static __device__ __forceinline__ int row0() { return int(threadIdx.x) / 32 / across * 32; }
+  static __device__ __forceinline__ int col0() { return int(threadIdx.x) / 32 % across * columns; }
 
   __device__ __forceinline__ void add(const char* own, const char* other) {
-    const int lane = int(threadIdx.x) % 32, row0 = int(threadIdx.x) / 64 * 32, col0 = int(threadIdx.x) / 32 % 2 * 32;
     for (int k = 0; k < 8; k += 2) {  // 32 bytes of a row are one step of mma
       unsigned a[2][4], b[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) ldmatrix_x4(a[i], own + swizzle(row0 + 16 * i + lane % 16, k + lane / 16));
+      for (int i = 0; i < 2; ++i) ldmatrix_x4(a[i], own + swizzle(row0() + 16 * i + lane() % 16, k + lane() / 16));
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        ldmatrix_x4(b, other + swizzle(col0 + 16 * n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2));
+      for (int n = 0; n < columns / 16; ++n) {
+        ldmatrix_x4(b, other + swizzle(col0() + 16 * n + lane() % 8 + lane() / 16 * 8, k + lane() / 8 % 2));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           mma<typename M::Product>(s[i][2 * n], a[i], b[0], b[1]);
@@ -142,21 +148,21 @@ struct Products {
   }
   template <class F>
   __device__ __forceinline__ void each(const F& f) {
-    const int lane = int(threadIdx.x) % 32, row0 = int(threadIdx.x) / 64 * 32, col0 = int(threadIdx.x) / 32 % 2 * 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int n = 0; n < 4; ++n)
+      for (int n = 0; n < columns / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          f(row0 + 16 * i + lane / 4 + 8 * (e / 2), col0 + 8 * n + 2 * (lane % 4) + e % 2, s[i][n][e]);
+          f(row0() + 16 * i + lane() / 4 + 8 * (e / 2), col0() + 8 * n + 2 * (lane() % 4) + e % 2, s[i][n][e]);
   }
 };
 
-// On ordinary cores a thread has rows ty, ty+8, … and columns tx, tx+16, ….
-template <>
-struct Products<Fp32> {
-  float s[8][4] = {};
+// On ordinary cores a thread has every (threads/16)-th row from ty on, and columns tx, tx+16, ….
+template <int threads>
+struct Products<Fp32, threads> {
+  static constexpr int rows = kTile * 16 / threads;
+  float s[rows][4] = {};
 
   __device__ __forceinline__ void add(const char* own, const char* other) {
     const int tx = int(threadIdx.x) % 16, ty = int(threadIdx.x) / 16;
@@ -165,8 +171,8 @@ struct Products<Fp32> {
 #pragma unroll
       for (int j = 0; j < 4; ++j) y[j] = *reinterpret_cast<const float4*>(other + swizzle(tx + 16 * j, piece));
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float4 x = *reinterpret_cast<const float4*>(own + swizzle(ty + 8 * i, piece));
+      for (int i = 0; i < rows; ++i) {
+        const float4 x = *reinterpret_cast<const float4*>(own + swizzle(ty + threads / 16 * i, piece));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           s[i][j] += x.x * y[j].x;
@@ -181,19 +187,19 @@ struct Products<Fp32> {
   __device__ __forceinline__ void each(const F& f) {
     const int tx = int(threadIdx.x) % 16, ty = int(threadIdx.x) / 16;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < rows; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) f(ty + 8 * i, tx + 16 * j, s[i][j]);
+      for (int j = 0; j < 4; ++j) f(ty + threads / 16 * i, tx + 16 * j, s[i][j]);
   }
 };
 
 // S -> u of a tile for the views that look at distances. `near`, where it is given, gets a bit for each pair whose D²
 // came from the rows.
-template <class M, int pitch>
+template <class M, int pitch, int threads>
 __device__ __forceinline__ void orient(const Matrix& m, int own_tile, int other_tile, float* tile, unsigned* near) {
   const int col = int(threadIdx.x) % kTile;
   const int64_t j = int64_t(other_tile) * kTile + col;
-  for (int row = int(threadIdx.x) / kTile; row < kTile; row += kThreads / kTile) {
+  for (int row = int(threadIdx.x) / kTile; row < kTile; row += threads / kTile) {
     const int64_t i = int64_t(own_tile) * kTile + row;
     float& u = tile[row * pitch + col];
     const float size = m.own.size[i] + m.other.size[j];
@@ -212,14 +218,14 @@ __device__ __forceinline__ void orient(const Matrix& m, int own_tile, int other_
 
 // Leave the tile (own_tile, other_tile) in shared memory: tile[row·pitch + col] = u. All threads must be done with the
 // arena before, and may read the tile after.
-template <class M, int pitch>
+template <class M, int pitch, int threads = kThreads>
 __device__ __forceinline__ void make_tile(const Matrix& m, int own_tile, int other_tile, char* arena, unsigned* near) {
-  Products<M> products;
+  Products<M, threads> products;
   auto stage = [&](int slab) {
     if (slab < m.slabs) {
       char* const to = arena + slab % kStages * 2 * kSlab;
-      fetch(m, m.own, own_tile, slab, to);
-      fetch(m, m.other, other_tile, slab, to + kSlab);
+      fetch<threads>(m, m.own, own_tile, slab, to, int(threadIdx.x));
+      fetch<threads>(m, m.other, other_tile, slab, to + kSlab, int(threadIdx.x));
     }
     cp_async_commit();  // an empty group too: waits count groups
   };
@@ -237,10 +243,10 @@ __device__ __forceinline__ void make_tile(const Matrix& m, int own_tile, int oth
   const float *own = m.own.scale + int64_t(own_tile) * kTile, *other = m.other.scale + int64_t(other_tile) * kTile;
   products.each([&](int row, int col, float s) { tile[row * pitch + col] = s * own[row] * other[col]; });
   if (near)
-    for (int e = int(threadIdx.x); e < 2 * kTile; e += kThreads) near[e] = 0;
+    for (int e = int(threadIdx.x); e < 2 * kTile; e += threads) near[e] = 0;
   __syncthreads();
   if (View(m.view) == View::dot) return;
-  orient<M, pitch>(m, own_tile, other_tile, tile, near);
+  orient<M, pitch, threads>(m, own_tile, other_tile, tile, near);
   __syncthreads();
 }
 

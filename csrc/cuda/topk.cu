@@ -21,6 +21,7 @@ struct TopkSweep {
 
   struct State {
     unsigned long long ties;  // of pairs that are this row's
+    unsigned found;
   };
 
   __device__ __forceinline__ bool idle() const { return *a.run == 0; }
@@ -30,7 +31,7 @@ struct TopkSweep {
   __device__ __forceinline__ State start(const Matrix&, char* shared, int, int) const {
     for (int e = int(threadIdx.x); e < int(bytes() / sizeof(unsigned)); e += kThreads)
       reinterpret_cast<unsigned*>(shared)[e] = 0;
-    return {0};
+    return {0, unsigned(*a.found)};
   }
 
   __device__ __forceinline__ void append(int64_t pair, float loss) const {
@@ -40,7 +41,7 @@ struct TopkSweep {
   }
 
   __device__ __forceinline__ void take(const Matrix& m, State& s, unsigned* shared, int i, int j, float loss) const {
-    const unsigned key = sortable(loss), found = unsigned(*a.found);
+    const unsigned key = sortable(loss), found = s.found;
     if (a.stage == first_digit) {
       atomicAdd(&shared[key >> 21], 1u);
     } else if (a.stage == second_digit) {

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pydml.policy import POLICIES
 
-#: Edge of a tile, columns of a gradient in one block, and bytes of a slab of a row; as in csrc/cuda/tile.cuh.
-TILE, DEPTH, SLAB_BYTES = 64, 128, 128
+#: Edge of a tile, columns of a gradient in one block, and bytes of a slab of a row; as in csrc/cuda/.
+TILE, DEPTH, SLAB_BYTES = 64, 256, 128
 #: Blocks that fill a GPU: tiles of rows that are fewer share their walk over the columns between blocks.
 BLOCKS = 256
 MOST_SPLITS = 16
