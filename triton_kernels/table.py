@@ -64,7 +64,8 @@ def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
     numbers of warps and stages are such that it does not.
     """
     if kind == "exact":  # no matrix product to speak of, and rarely anything to do
-        return Tiles(32, 16, min(width, 32), min(width, 32), 8, 1)
+        deep = not (arch == "sm_100" and math == "tf32")
+        return Tiles(32, 16, min(width, 32 if deep else 16), min(width, 32), 8, 1 if deep else 2)
     if arch == "interpreter":
         return Tiles(32, 16 if kind == "triplet" else 32, min(width, 32), min(width, 64), 4, 1)
     blackwell, small = arch == "sm_100", arch in ("sm_86", "sm_120", "gfx942")
@@ -74,7 +75,8 @@ def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
         return Tiles(64, 64, depth, depth, 4, 3 if arch == "sm_90" and math != "ieee" else 2)
     chunk = 128 if math == "ieee" or small else 256
     # Tiles of few columns: a thread holds several numbers of each of its columns, and more of them would spill.
-    cols = 16 if kind == "triplet" or (old and kind in ("half", "histogram")) else 32
+    narrow = {"triplet": True, "histogram": old, "half": old or (math == "tf32" and not blackwell)}
+    cols = 16 if narrow.get(kind) else 32
     if kind == "triplet" and old:
         chunk //= 2
     if kind == "backward" and blackwell:
