@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,11 +50,11 @@ ARCHITECTURES = (
 MATHS = ("ieee", "tf32", "bf16", "fp16")
 
 
-#: What a launch does, which decides how much it keeps in registers. forward: a pass over the columns; hinge,
-#: thresholds: one that holds the triplet engine's positives, of the hinge and of the other losses; backward: gradients
+#: What a launch does, which decides how much it keeps in registers. forward: a pass over the columns; sums: the triplet
+#: engine's; hinge, thresholds: one that holds its positives, of the hinge and of the other losses; backward: gradients
 #: of the pair engine, half: those of both sides by atomic additions; histogram, triplet: gradients of these engines,
 #: which look up tables; exact: distances from differences.
-KINDS = ("forward", "hinge", "thresholds", "backward", "half", "histogram", "triplet", "exact")
+KINDS = ("forward", "sums", "hinge", "thresholds", "backward", "half", "histogram", "triplet", "exact")
 
 
 def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
@@ -69,22 +69,29 @@ def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
     if arch == "interpreter":
         return Tiles(32, 16 if kind == "triplet" else 32, min(width, 32), min(width, 64), 4, 1)
     blackwell, small = arch == "sm_100", arch in ("sm_86", "sm_120", "gfx942")
-    old = small or arch == "sm_80"
-    depth = min(width, 32 if math in ("ieee", "tf32") else 64)
+    old, short = small or arch == "sm_80", width <= 64
+    depth = min(width, {"ieee": 32 if kind == "histogram" else 16, "tf32": 32}.get(math, 64))
     if kind == "forward":
         return Tiles(64, 64, depth, depth, 4, 3 if arch == "sm_90" and math != "ieee" else 2)
+    if kind == "sums":
+        whole = _default(arch, math, width, "backward")
+        return replace(whole, cols=16 if old and short else whole.cols, stages=2 if blackwell and math == "tf32" else 1)
     chunk = 128 if math == "ieee" or small else 256
     # Tiles of few columns: a thread holds several numbers of each of its columns, and more of them would spill.
     narrow = {"triplet": True, "histogram": old, "half": old or (math == "tf32" and not blackwell)}
     cols = 16 if narrow.get(kind) else 32
-    if kind == "triplet" and old:
+    if (kind == "triplet" and old) or (kind == "half" and math == "ieee"):
         chunk //= 2
     if kind == "backward" and blackwell:
         depth = min(width, 2 * depth)
     if kind in ("hinge", "thresholds"):
         # Triton 3.7.1 does not always compile such a loop around a product in tensor memory; 32 rows are not put there.
-        return Tiles(32 if kind == "thresholds" and blackwell else 64, cols, depth, depth, 4 if blackwell else 8, 1)
-    stages = 1 if kind == "triplet" else 3 if kind == "half" and blackwell else 2
+        rows, cols = (32, 16 if short else cols) if kind == "thresholds" and blackwell else (64, cols)
+        stages = 2 if kind == "thresholds" and arch == "sm_80" and math == "tf32" else 1
+        return Tiles(rows, cols, depth, depth, 4 if blackwell else 8, stages)
+    # Rows of a single step have nothing to fetch ahead; asked to, Triton 3.7.1 fails to compile histograms for sm_90.
+    single = kind == "histogram" and depth == width
+    stages = 1 if kind == "triplet" or single else 3 if kind == "half" and blackwell else 2
     return Tiles(64, cols, depth, min(width, chunk), 8, stages)
 
 

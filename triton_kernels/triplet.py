@@ -14,7 +14,6 @@ Swapped triplets run on the tiled engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -390,7 +389,7 @@ class Triplets(Matrix):
         self.semihard, self.margin, self.smooth = mode == "semihard", margin, smooth
         self.narrow = self.tiles("triplet")
         # Semi-hard negatives are compared with positives: equal rows have to give equal bits, by the same instructions.
-        self.tile = self.tiles("thresholds") if self.semihard else replace(self.tiles("backward"), stages=1)
+        self.tile = self.tiles("thresholds" if self.semihard or smooth else "sums")
         self.blocks = triton.cdiv(self.row.size, self.tile.rows)
         self.col_tiles = triton.cdiv(self.col.size, self.tile.cols)
         self.first, self.last = self.ranges(self.row, self.col)
