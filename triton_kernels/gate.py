@@ -261,9 +261,14 @@ def report(outcomes: Sequence[Outcome]) -> list[str]:
         cells = []
         for arch in archs:
             mine = [o for o in outcomes if o.name == name and o.arch == arch]
-            bad = sum(1 for o in mine if o.faults())
             worst = f"{max(o.registers for o in mine)}, {max(o.shared for o in mine) / 1024:.0f} KiB" if mine else "-"
-            cells.append(worst + (f", **{bad} of {len(mine)} fail**" if bad else ""))
+            spilled = [o.spilled for o in mine if o.spilled]
+            if spilled:
+                worst += f", **{len(spilled)} of {len(mine)} spill, up to {max(spilled)} B**"
+            broken = sum(len(o.faults()) > bool(o.spilled) for o in mine)
+            if broken:
+                worst += f", **{broken} of {len(mine)} fail**"
+            cells.append(worst)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
 
