@@ -68,6 +68,20 @@ def test_any_number_of_threads_and_any_run_gives_the_same_bits(name: str, thread
         assert torch.equal(value, results[0][0]) and torch.equal(grad, results[0][1])
 
 
+@pytest.mark.parametrize("name", BY_ENGINES_ALONE)
+def test_pytorchs_products_differ_between_threads_by_rounding_alone(name: str, threads: Callable[[int], None]) -> None:
+    z, labels = batch(300, 24, 70, 1.0)
+    torch.manual_seed(0)
+    loss = build(name, 70, 24)
+    threads(1)
+    value, grad = run(loss, z, labels)
+    for n in (2, 3):
+        threads(n)
+        again, grad_again = run(loss, z, labels)
+        assert abs(again - value) <= 1e-6 * abs(value)
+        assert (grad_again - grad).abs().max() <= 1e-5 * grad.abs().max()
+
+
 @pytest.mark.parametrize("noise", [0.05, 0.6, 3.0], ids=["trained", "between", "early"])
 @pytest.mark.parametrize("name, options", [("ms", {"epsilon": 0.1}), ("contrastive", {}), ("ms_mining", {})])
 def test_listed_and_recomputed_tiles_give_the_same_gradient(name: str, options: Any, noise: float) -> None:
