@@ -40,6 +40,7 @@ from pydml.distributed.group import Group
 from pydml.distributed.walk import WALKS, Walk
 from pydml.losses.batch import Batch, pair_stats
 from pydml.policy import POLICIES, softplus
+from pydml.sums import add_at
 
 #: Positives of a row up to which triplets are streamed; they are fetched, so larger classes would bring most columns.
 MOST_POSITIVES = 64
@@ -209,14 +210,14 @@ class ShardedBatch(Batch):
             engine = Triplets(self._sides(), positives, margin, smooth)
             found = self._gather(self._statistics(engine), "sums over triplets")
             slopes = found[i, 2 + place].detach()
-            return found[:, 0].index_add(0, i, slopes * (u_ap.detach() - u_ap)), found[:, 1].detach()
+            return add_at(found[:, 0], i, slopes * (u_ap.detach() - u_ap)), found[:, 1].detach()
         searches = [Search("negatives", largest=True, below=u) for u in positives.T]
         n = self._search(searches)[:, 1::2].long()[i, place] if searches else i
         i, u_ap, n = i[n >= 0], u_ap[n >= 0], n[n >= 0]
         violation = self.dots(i, n) - u_ap + margin
         term = softplus(violation) if smooth else torch.relu(violation)
         nothing = term.new_zeros(self.size[0])
-        total, above = (nothing.index_add(0, i, x.to(term.dtype)) for x in (term, term > 0))
+        total, above = (add_at(nothing, i, x.to(term.dtype)) for x in (term, term > 0))
         return self.nan(total), above
 
     # Chosen pairs

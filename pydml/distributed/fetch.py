@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydml.distributed.group import Group
+from pydml.sums import add_at
 
 
 class _Fetch(Function):
@@ -23,7 +24,7 @@ class _Fetch(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (asked,), (grad,) = ctx.saved_tensors, grads
         home = ctx.group.exchange(grad, ctx.receive, ctx.send, "gradients of chosen embeddings")
-        d_x = home.new_zeros(ctx.rows, home.shape[1]).index_add_(0, asked, home)
+        d_x = add_at(home.new_zeros(ctx.rows, home.shape[1]), asked, home)
         return d_x, None, None, None, None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pydml import ops
 from pydml.policy import POLICIES, LogSumExp
+from pydml.sums import add_at
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -168,7 +169,7 @@ class Batch:
             if isinstance(slot, LogSumExp):
                 stats.append(segment_lse(term, i, rows))
             else:
-                stats.append(torch.zeros_like(nothing[:rows]).index_add(0, i, term))
+                stats.append(add_at(torch.zeros_like(nothing[:rows]), i, term))
         return torch.stack(stats, 1)
 
     def dots(self, i: Tensor, j: Tensor) -> Tensor:
@@ -256,7 +257,7 @@ def segment_lse(term: Tensor, index: Tensor, size: int) -> Tensor:
     """log Σ e^{term} of the terms of each index [size]; -inf where there are none."""
     top = term.new_full((size,), -torch.inf).scatter_reduce(0, index, term.detach(), "amax")
     top = top.clamp_min(torch.finfo(term.dtype).min)
-    total = torch.zeros_like(top).index_add(0, index, torch.exp(term - top[index]))
+    total = add_at(torch.zeros_like(top), index, torch.exp(term - top[index]))
     return torch.where(total == 0, -torch.inf, top + torch.log(torch.where(total == 0, 1, total)))
 
 

@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
+from pydml.sums import running_sum
 
 
 class FastAPLoss(MetricLoss):
@@ -34,7 +35,7 @@ class FastAPLoss(MetricLoss):
         positives, negatives = batch.histogram(self.num_bins + 1, -4.0, 0.0)
         # u = -D² rises where D² falls: nodes come in the order of decreasing distance
         h_pos, h_neg = positives.flip(1), negatives.flip(1)
-        ranked, ranked_all = h_pos.cumsum(1), (h_pos + h_neg).cumsum(1)
+        ranked, ranked_all = running_sum(h_pos), running_sum(h_pos + h_neg)
         terms = h_pos * ranked / torch.where(ranked_all == 0, 1, ranked_all)
         number = batch.positives()
         values = 1 - terms.sum(1) / number.clamp_min(1)

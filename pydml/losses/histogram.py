@@ -9,6 +9,7 @@ from typing_extensions import Unpack
 from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
+from pydml.sums import add_at, running_sum
 
 
 class HistogramLoss(MetricLoss):
@@ -47,7 +48,7 @@ class HistogramLoss(MetricLoss):
     def _overlap(positives: Tensor, negatives: Tensor) -> Tensor:
         """From the two histograms, not yet of mass 1."""
         h_pos, h_neg = positives / positives.sum().clamp_min(1), negatives / negatives.sum().clamp_min(1)
-        return (h_neg * h_pos.cumsum(0)).sum()
+        return (h_neg * running_sum(h_pos)).sum()
 
     @staticmethod
     def _unordered(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ class HistogramLoss(MetricLoss):
         at = (s.clamp(-1, 1) + 1) * (self.n_bins / 2)
         left = at.detach().nan_to_num(0).long().clamp_max(self.n_bins - 1)
         h = torch.zeros(self.n_bins + 1, dtype=s.dtype, device=s.device)
-        return h.index_add(0, left, 1 - (at - left)).index_add(0, left + 1, at - left)
+        return add_at(add_at(h, left, 1 - (at - left)), left + 1, at - left)
 
     def fused(self, batch: Batch) -> Tensor:
         listed = batch.triplets

@@ -11,6 +11,7 @@ from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense, lse, zero_if_empty
 from pydml.losses.multi_similarity import mining_epsilon
+from pydml.sums import add_at
 
 
 class LiftedStructureLoss(MetricLoss):
@@ -50,7 +51,7 @@ class LiftedStructureLoss(MetricLoss):
             # PML: a listed pair with no listed negative at either end has a sum of 0
             both = zero_if_empty(torch.logaddexp(e[a], e[p]))
             j = relu(both + self.oriented(self.pos_margin) - batch.dots(a, p))
-            above = torch.zeros_like(e).index_add(0, a, (j > 0).to(j.dtype))
+            above = add_at(torch.zeros_like(e), a, (j > 0).to(j.dtype))
             return (self._weights(above, pairs)[a] * 0.5 * j * j).sum()
         # e enters the positive pairs as a number; the same pass sums its derivative, which is joined on here. Row i
         # meets the pair (i, j) twice, in row i and in row j, with equal weights: they have equally many positives.

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
 from pydml.policy import softplus
+from pydml.sums import add_at
 
 
 class NPairsLoss(MetricLoss):
@@ -50,8 +51,8 @@ class NPairsLoss(MetricLoss):
         """Values of the pairs at their anchors [B]."""
         values = torch.where(real, values, 0)
         rows = torch.zeros(batch.size[0], dtype=values.dtype, device=values.device)
-        counted = torch.zeros_like(rows).index_add(0, anchor, real.to(rows.dtype)) > 0
-        return self.reduce(rows.index_add(0, anchor, values), counted)
+        counted = add_at(torch.zeros_like(rows), anchor, real.to(rows.dtype)) > 0
+        return self.reduce(add_at(rows, anchor, values), counted)
 
     def fused(self, batch: Batch) -> Tensor:
         anchor, positive, real = self._pairs(batch)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pydml.sums import add_at_
+
 #: Elements of one tile; the rows of a tile are chosen so that temporaries stay near 16 MiB in fp32.
 TILE_ELEMENTS = 1 << 22
 #: ‖z‖ is clamped here, as torch.nn.functional.normalize does.
@@ -45,7 +47,7 @@ class Side:
     def push(self, index: Tensor, g: Tensor) -> None:
         """Add dL/dx of some rows."""
         if self.grad is not None:
-            self.grad.index_add_(0, index, g)
+            add_at_(self.grad, index, g)
 
     def gradient(self) -> Tensor:
         """dL/dz from dL/dx: the normalisation's own backward. Empty where it was not asked for."""
