@@ -249,6 +249,20 @@ def test_zero_rows_stay_zero_rows(case: Case, dtype: torch.dtype, backend: str) 
 
 @ON
 @DTYPES
+def test_listed_zero_rows_are_alike_to_nothing(dtype: torch.dtype, backend: str) -> None:
+    """Two of them are at a distance of 0 from each other, but their cosine is 0, not 1."""
+    z, labels = make_batch("random", 14, DIM, 4, dtype=dtype)
+    z[2] = z[5] = 0
+    i, j = torch.triu_indices(14, 14, 1)
+    same = labels[i] == labels[j]
+    listed = (i[same], j[same], i[~same], j[~same])
+    loss_fn = Case("cosine", "contrastive", {"distance": "cosine", "pos_margin": 1.0, "neg_margin": 0.0}).build(4, DIM)
+    got, want = (loss_fn(z, labels, listed, backend=b) for b in (backend, "dense"))
+    assert_close(got, want, TOLERANCE[dtype])
+
+
+@ON
+@DTYPES
 @over(CASES, pairwise)
 def test_a_batch_of_zero_rows_is_finite(case: Case, dtype: torch.dtype, backend: str) -> None:
     z, labels = torch.zeros(9, DIM, dtype=dtype), torch.arange(9) % 3

@@ -65,6 +65,13 @@ def test_near_and_equal_rows_are_exact(view: str) -> None:
         assert u[:2].tolist() == ([1.0, 1.0] if view == "cosine" else [0.0, 0.0])
 
 
+def test_zero_rows_have_a_cosine_of_0() -> None:
+    z = torch.zeros(3, 20)
+    z[2] = 1
+    pairs = torch.tensor([0, 0, 2]), torch.tensor([1, 2, 2])
+    assert engine.dots(z, None, *pairs, "cosine", True).tolist() == [0, 0, 1]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
     z, _ = make_batch("trained", 33, 31, 3, dtype=dtype)

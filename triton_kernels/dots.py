@@ -38,7 +38,7 @@ def dots_kernel(X, Y, ROW, COL, U, n, d, VIEW: tl.constexpr, BP: tl.constexpr, B
     if VIEW == "dot":
         u = s
     elif VIEW == "cosine":
-        u = tl.where(d2 < 2 * NEAR, 1 - 0.5 * d2, s)
+        u = tl.where(d2 < (d2 + 2 * s) * NEAR, 1 - 0.5 * d2, s)  # ‖x‖²+‖y‖² = D²+2S
     elif VIEW == "squared":
         u = -d2
     else:

@@ -25,16 +25,17 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
     std::vector<R> x(m.d), y(m.d);
     for (int64_t e = begin; e < end; ++e) {
       const R *a = m.row.row(pi[e], x.data()), *b = m.col.row(pj[e], y.data());
-      R d2 = 0;
+      R d2 = 0, s = 0;
       if (m.view != View::dot) m.k.squared_distance(a, b, m.d, &d2);
+      if (m.view == View::dot || m.view == View::cosine) m.k.dot(a, b, m.d, &s);
       if (m.view == View::euclidean)
         u[e] = -std::sqrt(d2);
       else if (m.view == View::squared)
         u[e] = -d2;
-      else if (m.view == View::cosine && d2 < (sizeof(R) == 4 ? R(2e-5) : R(2e-13)))
+      else if (m.view == View::cosine && d2 < (sizeof(R) == 4 ? R(1e-5) : R(1e-13)) * (d2 + 2 * s))  // |x|²+|y|² = D²+2S
         u[e] = 1 - d2 / 2;
       else
-        m.k.dot(a, b, m.d, u + e);
+        u[e] = s;
     }
   });
   if (!m.finite) out.fill_(std::numeric_limits<double>::quiet_NaN());

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 4) similarities(const Matrix m, cons
   if (n >= a.n) return;
   float u, d2;
   measure<M>(m, a.i[n], a.j[n], u, d2);
-  if (View(m.view) == View::cosine && d2 < 2 * kNear) u = 1 - d2 / 2;
+  if (View(m.view) == View::cosine && d2 < kNear * (d2 + 2 * u)) u = 1 - d2 / 2;  // |x|²+|y|² = D²+2S
   if (View(m.view) == View::squared) u = -d2;
   if (View(m.view) == View::euclidean) u = -Sqrt(d2);
   if (threadIdx.x % 32 == 0) a.u[n] = *m.trouble == 0 ? u : NAN;

@@ -16,8 +16,9 @@ constexpr int kArena = kStages * 2 * kSlab;
 // Sweeps give a thread a row of the tile, gradients read it as operands of mma: each pitch spares its reader bank
 // conflicts.
 constexpr int kSweepPitch = kTile + 1, kCarryPitch = kTile + 8;
-// S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves.
-constexpr float kNear = 1e-5f;
+// S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves. And what each product may add
+// to it: tensor cores cut the digits of long sums off instead of rounding them.
+constexpr float kNear = 1e-5f, kNearStep = 1e-8f;
 
 template <int n>
 struct Int {
@@ -204,7 +205,8 @@ __device__ __forceinline__ void orient(const Matrix& m, int own_tile, int other_
     float& u = tile[row * pitch + col];
     const float size = m.own.size[i] + m.other.size[j];
     float d2 = size - 2 * u;
-    const bool close = d2 < kNear * size && !(m.symmetric && i == j) && m.own.index[i] >= 0 && m.other.index[j] >= 0;
+    const bool close = d2 < fmaxf(kNear, kNearStep * m.d) * size && !(m.symmetric && i == j) && m.own.index[i] >= 0 &&
+                       m.other.index[j] >= 0;
     if (close) d2 = exact_square<M>(m, i, j);
     if (View(m.view) == View::cosine) {
       if (close) u = 1 - d2 / 2;

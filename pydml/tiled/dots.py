@@ -27,7 +27,8 @@ def dots(rows: Tensor, cols: Tensor | None, i: Tensor, j: Tensor, view: str, nor
             continue
         d2 = (x - y).square().sum(1)
         if view == "cosine":
-            u[part] = torch.where(d2 < 2 * near_tolerance(d2.dtype), 1 - d2 / 2, (x * y).sum(1))
+            s = (x * y).sum(1)
+            u[part] = torch.where(d2 < near_tolerance(d2.dtype) * (d2 + 2 * s), 1 - d2 / 2, s)  # ‖x‖²+‖y‖² = D²+2S
         else:
             u[part] = -d2 if view == "squared" else -d2.sqrt()
     (u,) = m.poison(u)
