@@ -3,7 +3,7 @@
 import importlib.metadata
 
 from pydml import data, distributed, functional, losses, memory, metrics, miners, samplers
-from pydml.backends import backends, set_deterministic, use_backend
+from pydml.backends import backends, largest_class, set_deterministic, use_backend
 from pydml.presets import preset, presets
 
 __version__ = importlib.metadata.version("pydml-kernels")
@@ -12,6 +12,7 @@ __all__ = [
     "data",
     "distributed",
     "functional",
+    "largest_class",
     "losses",
     "memory",
     "metrics",

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from pydml import checks
+
 #: Name -> what it is. The order is the order in which ``auto`` does *not* choose: see :func:`resolve`.
 BACKENDS: dict[str, str] = {
     "dense": "plain PyTorch on the full matrix, autograd: the reference",
@@ -35,6 +37,7 @@ class _Chosen(threading.local):
 
 _chosen = _Chosen()
 _deterministic = True
+_largest_class: int | None = None
 _tables: dict[str, dict[str, Kernel]] = {}
 _reasons: dict[str, str] = {}
 
@@ -127,6 +130,34 @@ def set_deterministic(flag: bool) -> None:
     if not isinstance(flag, bool):
         raise TypeError(f"flag: got {flag!r}, wanted True or False")
     _deterministic = flag
+
+
+def tf32() -> bool:
+    """Are fp32 products on a GPU to be formed in TF32? As PyTorch was told, by its older setters or its newer ones."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+@contextmanager
+def largest_class(rows: int) -> Iterator[None]:
+    """Promise that no class has more than ``rows`` members among the columns of a batch, for the whole process.
+
+    Only triplets on GPUs ask: they look at 256 positives of a row at a time and, since nobody waits to hear how many
+    there are, launch as many rounds as a single class would need. A batch that breaks the promise gives NaN.
+
+    >>> with pydml.largest_class(4):
+    ...     loss = pydml.losses.TripletMarginLoss()(torch.randn(8, 2), torch.arange(8) // 4)
+    """
+    global _largest_class
+    before, _largest_class = _largest_class, checks.integer("rows", rows, least=1)
+    try:
+        yield
+    finally:
+        _largest_class = before
+
+
+def class_limit(n_cols: int) -> int:
+    """What :func:`largest_class` said, or all columns."""
+    return n_cols if _largest_class is None else min(_largest_class, n_cols)
 
 
 def deterministic() -> bool:

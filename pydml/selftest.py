@@ -39,17 +39,17 @@ class Format:
 
     dtype: torch.dtype
     limit: float
-    precision: str = "highest"
+    precision: str = "ieee"
 
 
 FORMATS = {
     "fp64": Format(torch.float64, 1e-9),
     "fp32": Format(torch.float32, 1e-4),
-    "tf32": Format(torch.float32, 5e-2, "high"),
+    "tf32": Format(torch.float32, 5e-2, "tf32"),
     "bf16": Format(torch.bfloat16, 5e-2),
     "fp16": Format(torch.float16, 1e-2),
 }
-#: Backends whose fp32 products follow ``torch.get_float32_matmul_precision()``.
+#: Backends whose fp32 products follow ``torch.backends.cuda.matmul.fp32_precision``.
 TENSOR_CORES = ("triton", "cuda", "cuda-emulated")
 
 
@@ -173,12 +173,12 @@ def batch(n: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @contextlib.contextmanager
 def _precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(name)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, name
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul.fp32_precision = before
 
 
 def _error(got: Results, want: Results) -> float:

@@ -66,13 +66,13 @@ def emulated() -> Iterator[None]:
 @pytest.fixture
 def precision() -> Iterator[None]:
     """Leave torch's precision of products as it was."""
-    before = torch.get_float32_matmul_precision()
+    before = torch.backends.cuda.matmul.fp32_precision
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.backends.cuda.matmul.fp32_precision = before
 
 
 def use(math: str) -> tuple[torch.dtype, float]:
-    torch.set_float32_matmul_precision("high" if math == "tf32" else "highest")
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if math == "tf32" else "ieee"
     return FORMATS[math]
 
 
@@ -291,6 +291,26 @@ def test_listed_pairs_are_those_of_tiled(matrix: str, view: str) -> None:
     back = [k["dots_backward"](grad, *arguments, *wanted) for k in (KERNELS, tiled.KERNELS)]
     for a, b in zip(*back, strict=True):
         assert_close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ("all", "semihard"))
+def test_a_promise_of_small_classes_is_not_believed_blindly(mode: str) -> None:
+    z, labels = coarse(40, 5), torch.arange(40) // 4
+    arguments = (z, None, labels, None, mode, 0.2, False, False, "euclidean", True)
+    want = KERNELS["triplet"](*arguments), KERNELS["triplet_backward"](torch.ones(40), *arguments, True, False)
+    with pydml.largest_class(4):
+        got = KERNELS["triplet"](*arguments), KERNELS["triplet_backward"](torch.ones(40), *arguments, True, False)
+    assert_equal([*got[0], got[1][0]], [*want[0], want[1][0]])
+    with pydml.largest_class(3):
+        assert all(t.isnan().all() for t in KERNELS["triplet"](*arguments))
+        assert KERNELS["triplet_backward"](torch.ones(40), *arguments, True, False)[0].isnan().all()
+
+
+def test_listed_zero_rows_have_a_cosine_of_0() -> None:
+    z = torch.zeros(3, 20)
+    z[2] = 1
+    pairs = torch.tensor([0, 0, 2]), torch.tensor([1, 2, 2])
+    assert KERNELS["dots"](z, None, *pairs, "cosine", True).tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("smooth", (False, True))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydml.backends import tf32
 from pydml.policy import POLICIES
 
 #: Edge of a tile, columns of a gradient in one block, and bytes of a slab of a row; as in csrc/cuda/.
@@ -25,9 +26,9 @@ FP32, TF32, BF16, FP16 = range(4)
 
 
 def math_of(dtype: torch.dtype) -> int:
-    """How dot products are formed: fp32 follows torch.get_float32_matmul_precision()."""
+    """How dot products are formed: fp32 as PyTorch's own products are."""
     if dtype == torch.float32:
-        return FP32 if torch.get_float32_matmul_precision() == "highest" else TF32
+        return TF32 if tf32() else FP32
     return BF16 if dtype == torch.bfloat16 else FP16
 
 

@@ -7,14 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydml.backends import class_limit
 from pydml.cuda.matrix import HALVES, Matrix, ceil
 from pydml.tiled.triplet import triplet as tiled_triplet
 from pydml.tiled.triplet import triplet_backward as tiled_triplet_backward
 
 #: Positives of a row that a block holds at a time, as in csrc/cuda/thresholds.cuh, and that the tables of the gradient
 #: have room for. Larger classes take more windows; as nobody waits for the size of the largest class, all windows are
-#: launched, and end at once where no class reaches them.
+#: launched that :func:`pydml.largest_class` does not exclude, and end at once where no class reaches them.
 CHUNK, WINDOW = 32, 256
+
+
+def longest_range(m: Matrix) -> Tensor:
+    """Most positives of a row [1], itself included; more than were promised are trouble."""
+    if not m.row.n:
+        return m.trouble
+    longest = (m.row_range[:, 1] - m.row_range[:, 0]).amax(0, keepdim=True)
+    m.trouble += longest > class_limit(m.col.n)
+    return longest
 
 
 def triplet(
@@ -36,6 +46,7 @@ def triplet(
     splits = 1 if mode == "semihard" else m.splits()
     sums = rows.new_zeros(splits * HALVES, m.row.n, 2, dtype=torch.float32)
     if m.row.n:
+        longest_range(m)
         ops.triplet(*m.arguments(splits), mode == "semihard", smooth, margin, 0, [], sums)
     total, count = m.poison(*m.unsorted(sums.sum(0)).unbind(1))
     return total, count
@@ -63,13 +74,13 @@ def triplet_backward(
         )
     m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
     grad = grad.float()[m.row.order]
-    longest = (m.row_range[:, 1] - m.row_range[:, 0]).amax(0, keepdim=True) if m.row.n else m.trouble
+    longest = longest_range(m)
     shape = m.row.n, min(WINDOW, ceil(m.col.n, CHUNK) * CHUNK)
     tables = [grad.new_empty(shape), grad.new_empty(shape), grad.new_empty(shape, dtype=torch.int32)]
 
     def weigh(arguments: Any, own_cols: bool, parts: Tensor) -> None:
         anchors = not own_cols, own_cols or m.symmetric
-        for window in range(0, m.col.n, WINDOW):
+        for window in range(0, class_limit(m.col.n), WINDOW):
             how = mode == "semihard", smooth, margin, window
             ops.triplet(*m.arguments(1), *how, tables, None)
             ops.triplet_backward(*arguments, *how, *anchors, m.row_range, longest, tables, grad, parts)

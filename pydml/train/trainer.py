@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import pydml.miners
 from pydml import metrics
+from pydml.backends import largest_class
 from pydml.data import base as data_base
 from pydml.distributed import ShardedLoss, ShardedMiner
 from pydml.memory import CrossBatchMemory
@@ -286,11 +287,18 @@ class Trainer:
             self._evaluate(log, progress, self.epoch_loss / self.sampler.batches)
             self._save()
 
+    def _classes(self, labels: Tensor) -> contextlib.AbstractContextManager[None]:
+        """What the host knows of the classes while labels are still there: the loss need not ask the device."""
+        if self.world_size > 1 or self.config.memory:  # there are other columns than these
+            return contextlib.nullcontext()
+        return largest_class(int(labels.unique(return_counts=True)[1].max()))
+
     def step(self, parts: list[Tensor], labels: Tensor) -> dict[str, Any]:
         """One optimizer step on a batch in micro-batches; returns its record."""
         config = self.config
         at = self.epoch + self.batch / self.sampler.batches
         rate = optim.set_rates(self.optimizer, config, at)
+        classes = self._classes(labels)
         labels = labels.to(self.device)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -305,9 +313,10 @@ class Trainer:
             value: Tensor = self.criterion(z, labels, *tuples)
             return value
 
-        value, _ = cached_backward(
-            self.called, parts, loss, forward=forward, scale=self.scaler.scale, on_loss=self._clock()
-        )
+        with classes:
+            value, _ = cached_backward(
+                self.called, parts, loss, forward=forward, scale=self.scaler.scale, on_loss=self._clock()
+            )
         number = value.item()
         if not math.isfinite(number):
             raise TrainingError(
