@@ -28,11 +28,11 @@ def fp32_to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded).astype(np.uint16)
 
 
-def round_tf32(x: np.ndarray) -> np.ndarray:
-    """10 bits of mantissa, ties away from 0; infinities and NaN stay."""
+def cut_tf32(x: np.ndarray) -> np.ndarray:
+    """10 bits of mantissa: a tensor core does not look at the others, and Triton does not round them. NaN stays."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     finite = (bits & 0x7F800000) != 0x7F800000
-    return np.where(finite, (bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000), bits).astype(np.uint32).view(np.float32)
+    return np.where(finite, bits & np.uint32(0xFFFFE000), bits).astype(np.uint32).view(np.float32)
 
 
 def install() -> None:
@@ -48,7 +48,7 @@ def install() -> None:
             return TensorHandle(bf16_to_fp32(handle.data), tl.float32)
         name = str(precision).upper()
         if handle.dtype.scalar == tl.float32 and "TF32" in name and "X3" not in name:
-            return TensorHandle(round_tf32(handle.data), tl.float32)
+            return TensorHandle(cut_tf32(handle.data), tl.float32)
         return handle
 
     def dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, *rest: Any) -> Any:

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +51,17 @@ def test_float32_is_the_golden_value_and_gradient(name: str) -> None:
     check_golden(case, "triton", torch.float32, case.meta["rtol_float32"])
 
 
+@contextmanager
+def fp32_products(name: str) -> Iterator[None]:
+    """In TF32, or "ieee"."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, name
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
 # Formats: against dense fp64 on the very numbers that the kernels multiply.
 
 
@@ -76,17 +89,77 @@ def test_other_formats_are_near_fp64(case: Case, math: str) -> None:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": torch.float32}[math]
     z, labels = batch(case, "random", 40, 24, dtype)
     classes = int(labels.max()) + 1
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
+    with fp32_products("tf32"):
         loss_fn = case.build(classes, 24, dtype)
         got = run_on(loss_fn, z, labels, "triton")
-    finally:
-        torch.set_float32_matmul_precision(before)
     want = run_on(case.build(classes, 24, torch.float64), z.double(), labels, "dense")
     error = (got[0].double() - want[0]).abs().item()
     assert error <= TOLERANCE[math] * max(want[0].abs().item(), 1e-2)
     assert_close(got[1], want[1], 2 * TOLERANCE[math], "gradient", floor=1e-4)
+
+
+@pytest.mark.parametrize("way", ["older", "newer"])
+def test_tf32_may_be_asked_for_in_either_way(way: str) -> None:
+    """After the newer one torch.get_float32_matmul_precision() raises."""
+    case = DEFAULTS[0]
+    z, labels = batch(case, "random", 40, 24, torch.float32)
+    loss_fn = case.build(10, 24, torch.float32)
+    exact = run_on(loss_fn, z, labels, "triton")[0]
+    with fp32_products("ieee"):
+        if way == "older":
+            torch.set_float32_matmul_precision("high")
+        else:
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        rounded = run_on(loss_fn, z, labels, "triton")[0]
+    assert rounded != exact
+    assert_close(rounded, exact, TOLERANCE["tf32"])
+
+
+@pytest.mark.parametrize("name", ["MultiSimilarityLoss", "ContrastiveLoss", "FastAPLoss", "TripletMarginLoss"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_tensor_cores_get_nothing_to_cut_off(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ignore the digits of fp32 that TF32 lacks, so everything that they multiply is rounded before."""
+    z, labels = make_batch("random", 40, 24, 10, 0, torch.float32)
+    loss_fn = getattr(pydml.losses, name)()
+    pydml.set_deterministic(deterministic)
+    try:
+        with fp32_products("tf32"):
+            cut = run_on(loss_fn, z, labels, "triton")
+            monkeypatch.setattr(honest, "cut_tf32", lambda x: x)
+            whole = run_on(loss_fn, z, labels, "triton")
+    finally:
+        pydml.set_deterministic(True)
+    assert torch.equal(cut[0], whole[0]) and torch.equal(cut[1], whole[1])
+
+
+@pytest.mark.parametrize("math", ["ieee", "tf32"])
+def test_a_cosine_does_not_depend_on_its_tile(math: str) -> None:
+    """A tile with near pairs is computed from differences: but 1-D²/2 is a cosine only of rows of length 1."""
+    z, labels = make_batch("random", 30, 12, 5, 0, torch.float32)
+    z[3], z[7] = 0, z[4]
+    loss_fn = pydml.losses.ContrastiveLoss(pos_margin=1, neg_margin=0, distance="cosine")
+    with fp32_products(math):
+        got = run_on(loss_fn, z, labels, "triton")
+    want = run_on(loss_fn, z.double(), labels, "dense")
+    tolerance = 1e-5 if math == "ieee" else TOLERANCE["tf32"]
+    assert_close(got[0], want[0], tolerance)
+    rows = torch.arange(30) != 3  # the gradient of a row of length 0 is scaled by 1e12
+    assert_close(got[1][rows], want[1][rows], tolerance)
+
+
+def test_wide_equal_rows_are_seen_though_tensor_cores_cut_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S of equal rows then falls short of 1, the more so the wider they are."""
+    builder = triton.runtime.interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def short(self: object, a: object, b: object, total: object, *rest: object) -> object:
+        result = create_dot(self, a, b, total, *rest)
+        result.data = (total.data + (result.data - total.data) * (1 - 1.5e-5)).astype(np.float32)
+        return result
+
+    monkeypatch.setattr(builder, "create_dot", short)
+    z = torch.randn(1, 2048, generator=torch.Generator().manual_seed(0)).expand(6, 2048).clone()
+    assert pydml.losses.ContrastiveLoss()(z, torch.zeros(6, dtype=torch.int64), backend="triton") == 0
 
 
 # Ragged tiles, with memory watched: no lane out of bounds, no two programs on one address.
@@ -207,9 +280,9 @@ def test_products_round_as_hardware_does(dtype: torch.dtype, out: torch.dtype) -
     assert_close(s.float(), a.double() @ b.double(), 1e-6 if out == torch.float32 else 2.0**-8)
     if dtype == torch.float32:
         products[(1,)](a, b, s, "tf32", 16)
-        rounded = [torch.from_numpy(honest.round_tf32(t.numpy())).double() for t in (a, b)]
+        rounded = [torch.from_numpy(honest.cut_tf32(t.numpy())).double() for t in (a, b)]
         assert_close(s.float(), rounded[0] @ rounded[1], 1e-6 if out == torch.float32 else 2.0**-8)
-        assert not np.array_equal(honest.round_tf32(a.numpy()), a.numpy())
+        assert not np.array_equal(honest.cut_tf32(a.numpy()), a.numpy())
 
 
 def test_without_triton_the_package_works_and_says_why() -> None:
@@ -226,12 +299,13 @@ def test_without_triton_the_package_works_and_says_why() -> None:
     assert any("triton" in line and "import" in line for line in done.stdout.splitlines()), done.stdout
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
 @pytest.mark.parametrize("name", ["MultiSimilarityLoss", "ContrastiveLoss", "FastAPLoss", "TripletMarginLoss"])
 def test_the_tiles_of_real_architectures_fit_each_other(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward tiles differ there, and each has to find the other's flags and ranges."""
     table = importlib.import_module("pydml.triton_kernels.table")
-    monkeypatch.setattr(table, "tiles", lambda _, math, width, kind: table._default(arch, math, width, kind))
+    tiles = table.tiles
+    monkeypatch.setattr(table, "tiles", lambda _, math, width, kind: tiles(arch, math, width, kind))
     loss_fn = getattr(pydml.losses, name)(**({"epsilon": 0.1} if name == "MultiSimilarityLoss" else {}))
     z, labels = make_batch("trained", 150, 12, 9, 0, torch.float32)
     z[70] = z[140]  # near pairs, in a tile of their own
@@ -289,18 +363,25 @@ def test_tuning_writes_a_table_that_is_used(tmp_path: Path, monkeypatch: pytest.
     arguments = ["--device", "cpu", "--batch", "33", "--widths", "16", "--dtypes", "float32", "--repeats", "1"]
     assert tune.main([str(file), *arguments]) == 0
     entries = json.loads(file.read_text())
-    key = table.key("interpreter", "ieee", 16, "backward")
-    assert set(entries) == {key, table.key("interpreter", "ieee", 16, "forward")}
+    key = table.key("interpreter", "ieee", 64, "backward")
+    assert set(entries) == {key, table.key("interpreter", "ieee", 64, "forward")}
     file.write_text(json.dumps({key: {**entries[key], "rows": 16}}))
     monkeypatch.setenv("PYDML_TILES", str(file))
     for cached in (table._tuned, table.tiles):
         cached.cache_clear()
     try:
-        assert table.tiles("interpreter", "ieee", 16, "backward").rows == 16
-        file.write_text(json.dumps({"interpreter/ieee/16/sideways": {}}))
+        assert table.tiles("interpreter", "ieee", 64, "backward").rows == 16
+        file.write_text(json.dumps({"interpreter/ieee/64/sideways": {}}))
         table._tuned.cache_clear()
         with pytest.raises(ValueError, match=r"PYDML_TILES.*sideways"):
             table._tuned()
+        for wrong, what in (
+            ({"rows": 256}, "rows = 256.*divisor of 128"),
+            ({"height": 1}, "'height'.*wanted some of rows"),
+        ):
+            file.write_text(json.dumps({key: wrong}))
+            with pytest.raises(ValueError, match=what):
+                table._tuned()
     finally:
         monkeypatch.delenv("PYDML_TILES")
         for cached in (table._tuned, table.tiles):

@@ -84,6 +84,30 @@ def test_classes_larger_than_a_window(kind: str, ref: bool, monkeypatch: pytest.
 
 
 @over_kinds
+def test_a_promise_of_small_classes_spares_rounds_and_is_not_believed_blindly(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "WINDOW", 8)
+    monkeypatch.setattr(engine, "HELD", 8)
+    z, labels = make_batch("trained", 34, 8, 9, 0, torch.float32)
+    most = int(labels.bincount().max())
+    assert most <= 8
+    given = arguments(z, labels, None, kind, "euclidean")
+    launches: list[str] = []
+    launch = engine.launch
+    monkeypatch.setattr(engine, "launch", lambda fn, *rest, **c: (launches.append(fn.__name__), launch(fn, *rest, **c)))
+    check(given)
+    assert launches.count("positives_kernel") == 2 * 5  # forward and backward
+    launches.clear()
+    with pydml.largest_class(most):
+        check(given)
+    assert launches.count("positives_kernel") == 2
+    with pydml.largest_class(most - 1):
+        assert all(t.isnan().all() for t in engine.triplet(*given))
+        assert engine.triplet_backward(torch.ones(34), *given, True, True)[0].isnan().all()
+
+
+@over_kinds
 @pytest.mark.parametrize("labels", ["one", "distinct"])
 def test_anchors_without_negatives_or_without_positives(kind: str, labels: str) -> None:
     z, _ = make_batch("random", 34, 8, 4, 0, torch.float32)

@@ -3,17 +3,25 @@
 What is compiled is what is launched: the ops run on small CPU tensors as if on each architecture, and their launches
 are written down instead of made. Each variant must compile without spills, fit the architecture's shared memory, and
 use its matrix instructions. Runs without ``TRITON_INTERPRET``, in a process of its own.
+
+All of it takes half an hour, too long for every run of the tests. So ``--publish`` leaves in docs/gate.json what it
+found for each kernel and architecture, with a digest of what was compiled, and compiles again only what has changed
+since; the tests compare the digests (``--check``), which takes no compiler, and compile a share of the variants.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
 import importlib
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -32,14 +40,17 @@ from triton.compiler import ASTSource
 from pydml.backends import set_deterministic
 from pydml.triton_kernels import KERNELS, table
 
-ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
-#: Distinct entries of the table: narrower rows have smaller steps and chunks, wider ones only more of them.
-WIDTHS = (64, 256)
+ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+#: All widths of the table, and one beyond, which has more steps and chunks of the same size.
+WIDTHS = (*table.WIDTHS, 2 * table.WIDTHS[-1])
+#: What was compiled, and the page that shows it; in a clone.
+RECORD, PAGE = (Path(__file__).resolve().parents[1] / "docs" / name for name in ("gate.json", "gpu.md"))
 #: The instruction that multiplies matrices, in PTX or in AMD's assembly.
-INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+INSTRUCTION = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma",
+               "sm_120": "mma.sync", "gfx942": "v_mfma"}  # fmt: skip
 #: Constants that do not tell variants apart.
-EVERYWHERE = ("BM", "BN", "BD", "GD", "D", "K", "KP", "SPLITS", "PRECISION", "FLAG_ROWS", "FLAG_COLS", "CENTRES", "LSE",
-              "POSITIVE", "CONSTANT")  # fmt: skip
+EVERYWHERE = ("BM", "BN", "BD", "GD", "D", "K", "KP", "SPLITS", "PRECISION", "FLAG_ROWS", "FLAG_COLS", "RANGE_ROWS",
+              "RANGE_COLS", "CENTRES", "LSE", "POSITIVE", "CONSTANT")  # fmt: skip
 #: Triton 3.7.1 fails on some kernels for sm_100 in some runs and not in others.
 ATTEMPTS = 4
 TYPES = {
@@ -149,7 +160,8 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
         yield "triplet_backward", (field, *matrix_of, mode, 0.2, False, smooth, view, True, True, False)
     for kinds in (("easy", "hard"), ("hard", "semihard"), ("semihard", "hard")):
         yield "extremes", (*matrix_of, *kinds, "euclidean", True)
-    yield "topk", (*matrix_of, "dro_margin", [0.1, 0.5, 1.0, 1.0], 64, "all", "dot", True)
+    for view in ("dot", "euclidean"):
+        yield "topk", (*matrix_of, "dro_margin", [0.1, 0.5, 1.0, 1.0], 64, "all", view, True)
     yield "mined", (*matrix_of, 0.1, "dot", True)
     yield "sample", (*matrix_of, torch.arange(n), torch.zeros((), dtype=torch.int64), 0.5, 1.4)
     yield "rank", (*matrix_of, True)
@@ -183,8 +195,8 @@ def variants(arch: str, math: str, width: int, all_policies: bool) -> list[Varia
         found[Variant(arch, math, width, fn.__module__, fn.__name__, tuple(signature), tuple(aligned),
                       tuple(sorted(constants.items())), warps, stages)] = None  # fmt: skip
 
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest" if math == "ieee" else "high")
+    precision = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if math == "ieee" else "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(math, torch.float32)
     z, cols = torch.randn(2, 256, width).to(dtype).unbind()
     modules = [m for name, m in sys.modules.items() if name.startswith("pydml.triton_kernels") and hasattr(m, "launch")]
@@ -198,7 +210,7 @@ def variants(arch: str, math: str, width: int, all_policies: bool) -> list[Varia
             for patch in patches:
                 patch.stop()
     finally:
-        torch.set_float32_matmul_precision(precision)
+        torch.backends.cuda.matmul.fp32_precision = precision
     return list(found)
 
 
@@ -241,50 +253,116 @@ def compile_variant(v: Variant) -> Outcome:
                    instruction=INSTRUCTION[v.arch] in assembly, multiplies=multiplies)  # fmt: skip
 
 
-def run(
-    archs: Sequence[str], maths: Sequence[str], widths: Sequence[int], only: str = "", jobs: int = 2
-) -> list[Outcome]:
-    """Compile all variants, two at a time: every kernel for every entry, every policy in bf16."""
-    entries = [(arch, math, width) for arch in archs for math in maths for width in widths
-               if not (arch == "gfx942" and math == "tf32")]  # fmt: skip
-    todo = [v for entry in entries for v in variants(*entry, all_policies=entry[1:] == ("bf16", WIDTHS[-1]))
-            if only in v.name]  # fmt: skip
+def entries(archs: Sequence[str], maths: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[str, str, int, bool]]:
+    """What :func:`variants` takes, for each part of the table: every policy in bf16 at 256, a few elsewhere."""
+    for arch, math, width in itertools.product(archs, maths, widths):
+        if not (arch == "gfx942" and math == "tf32"):  # AMD's has no such instruction
+            yield arch, math, width, (math, width) == ("bf16", 256)
+
+
+def compile_all(todo: Sequence[Variant], jobs: int = 2) -> list[Outcome]:
+    """Two at a time, since the compiler is alone on a core."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         return list(pool.map(compile_variant, todo, chunksize=4))
 
 
-def report(outcomes: Sequence[Outcome]) -> list[str]:
-    """A Markdown table: for each kernel and architecture the most registers and shared memory, over all variants."""
-    archs = [arch for arch in ARCHS if any(o.arch == arch for o in outcomes)]
-    lines = [f"| kernel | {' | '.join(archs)} |", "| --- " * (1 + len(archs)) + "|"]
-    for name in sorted({o.name for o in outcomes}):
-        cells = []
-        for arch in archs:
-            mine = [o for o in outcomes if o.name == name and o.arch == arch]
-            worst = f"{max(o.registers for o in mine)}, {max(o.shared for o in mine) / 1024:.0f} KiB" if mine else "-"
-            spilled = [o.spilled for o in mine if o.spilled]
-            if spilled:
-                worst += f", **{len(spilled)} of {len(mine)} spill, up to {max(spilled)} B**"
-            broken = sum(len(o.faults()) > bool(o.spilled) for o in mine)
-            if broken:
-                worst += f", **{broken} of {len(mine)} fail**"
-            cells.append(worst)
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+def closure(fn: Any, found: dict[str, str]) -> dict[str, str]:
+    """The code of a kernel and of all that it calls, by name: no comments, no docstrings, no line numbers."""
+    name = f"{fn.__module__}.{fn.__name__}"
+    if name not in found:
+        tree = ast.parse(textwrap.dedent(fn.src))
+        body = tree.body[0].body  # type: ignore[attr-defined]
+        if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            del body[0]
+        found[name] = ast.unparse(tree)
+        for node in ast.walk(tree):
+            value = fn.fn.__globals__.get(node.id) if isinstance(node, ast.Name) else None
+            if isinstance(value, triton.JITFunction):
+                closure(value, found)
+            elif isinstance(value, triton.language.constexpr):
+                found[f"{fn.__module__}.{node.id}"] = repr(value.value)  # type: ignore[attr-defined]
+    return found
+
+
+Cell = tuple[str, str]  # a kernel and an architecture
+
+
+def cells(todo: Sequence[Variant]) -> dict[Cell, list[Variant]]:
+    found: dict[Cell, list[Variant]] = {}
+    for v in todo:
+        found.setdefault((v.name, v.arch), []).append(v)
+    return found
+
+
+def digest(mine: Sequence[Variant]) -> str:
+    """Of all that a cell's binaries depend on."""
+    fn = getattr(importlib.import_module(mine[0].module), mine[0].name)
+    parts = [triton.__version__, *sorted(closure(fn, {}).items()), *sorted(repr(v) for v in mine)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def summary(mine: Sequence[Variant], outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What is written down of a cell."""
+    faults = [f"{o.math} d={o.width} ({o.what}): {'; '.join(o.faults())}" for o in outcomes if o.faults()]
+    return {"digest": digest(mine), "variants": len(mine), "registers": max(o.registers for o in outcomes),
+            "shared": max(o.shared for o in outcomes), "faults": faults}  # fmt: skip
+
+
+def stale(todo: Sequence[Variant], record: dict[str, Any]) -> dict[Cell, list[Variant]]:
+    """The cells that are other than what the record describes."""
+    found = cells(todo)
+    return {(name, arch): mine for (name, arch), mine in found.items()
+            if record.get(name, {}).get(arch, {}).get("digest") != digest(mine)}  # fmt: skip
+
+
+def publish(todo: Sequence[Variant]) -> list[Outcome]:
+    """Compile what has changed since the record was written, and write it and the page anew."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    changed = stale(todo, record)
+    outcomes = compile_all([v for mine in changed.values() for v in mine])
+    for name, arch in changed:
+        its = [o for o in outcomes if (o.name, o.arch) == (name, arch)]
+        record.setdefault(name, {})[arch] = summary(changed[name, arch], its)
+    known = cells(todo)
+    record = {name: {arch: record[name][arch] for arch in ARCHS if (name, arch) in known}
+              for name in sorted({name for name, _ in known})}  # fmt: skip
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    begin, end = "<!-- begin gate -->", "<!-- end gate -->"
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    PAGE.write_text(
+        "\n".join((before + begin, "", *report(record), "", end)) + rest.partition(end)[2], encoding="utf-8"
+    )
+    return outcomes
+
+
+def report(record: dict[str, Any]) -> list[str]:
+    """The record as a Markdown table."""
+    number = sum(cell["variants"] for row in record.values() for cell in row.values())
+    lines = [
+        f"Most registers a thread and shared memory a program of {number} variants, compiled with Triton "
+        f"{triton.__version__} for rows of {', '.join(map(str, WIDTHS))} in {', '.join(table.MATHS)}; written by "
+        "`python -m pydml.triton_kernels.gate --publish`:",
+        "",
+        f"| kernel | {' | '.join(ARCHS)} |",
+        "| --- " * (1 + len(ARCHS)) + "|",
+    ]
+    for name, row in record.items():
+        shown = [f"{cell['registers']}, {cell['shared'] / 1024:.0f} KiB"
+                 + (f", **{len(cell['faults'])} of {cell['variants']} with faults**" if cell["faults"] else "")
+                 for cell in (row[arch] for arch in ARCHS)]  # fmt: skip
+        lines.append(f"| `{name}` | {' | '.join(shown)} |")
     return lines
 
 
-def publish(outcomes: Sequence[Outcome], page: Path) -> None:
-    """Write the table to the documents."""
-    begin, end = "<!-- begin gate -->", "<!-- end gate -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    what = (
-        f"Most registers a thread and shared memory a program of {len(outcomes)} variants, compiled with Triton "
-        f"{triton.__version__} for {', '.join(sorted({o.math for o in outcomes}))} and rows of "
-        f"{', '.join(str(w) for w in sorted({o.width for o in outcomes}))}; written by "
-        "`python -m pydml.triton_kernels.gate --publish`:"
-    )
-    page.write_text(f"{before}{begin}\n\n{what}\n\n" + "\n".join(report(outcomes)) + f"\n\n{end}"
-                    + rest.partition(end)[2], encoding="utf-8")  # fmt: skip
+def check(todo: Sequence[Variant]) -> list[str]:
+    """What is wrong with the record: cells that were compiled with faults, or never, or from other code."""
+    record = json.loads(RECORD.read_text())
+    wrong = [f"{name} for {arch} is not what was compiled: run python -m pydml.triton_kernels.gate --publish"
+             for name, arch in stale(todo, record)]  # fmt: skip
+    wrong += [f"{name} for {arch} is no longer launched" for name, row in record.items() for arch in row
+              if (name, arch) not in cells(todo)]  # fmt: skip
+    return wrong + [f"{name} for {arch}: {fault}" for name, row in record.items() for arch, cell in row.items()
+                    for fault in cell["faults"]]  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,15 +371,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--maths", nargs="+", default=table.MATHS, choices=table.MATHS)
     parser.add_argument("--widths", nargs="+", default=WIDTHS, type=int)
     parser.add_argument("--only", default="", help="only kernels whose name has this in it")
+    parser.add_argument("--share", type=int, default=1, help="compile one variant of so many, spread over all of them")
     parser.add_argument("--json", help="write what was found to this file")
-    parser.add_argument("--publish", action="store_true", help="write the table to docs/gpu.md, in a clone")
+    whole = parser.add_mutually_exclusive_group()
+    whole.add_argument(
+        "--publish", action="store_true", help="compile what has changed, write docs/gate.json and gpu.md"
+    )
+    whole.add_argument("--check", action="store_true", help="compile nothing: is docs/gate.json of these kernels?")
     options = parser.parse_args(argv)
-    outcomes = run(options.archs, options.maths, options.widths, options.only)
+    if options.publish or options.check:
+        options.archs, options.maths, options.widths, options.only, options.share = ARCHS, table.MATHS, WIDTHS, "", 1
+    todo = [v for entry in entries(options.archs, options.maths, options.widths) for v in variants(*entry)
+            if options.only in v.name]  # fmt: skip
+    if options.check:
+        wrong = check(todo)
+        print(*wrong, f"{len(todo)} variants, {len(wrong)} complaints", sep="\n")
+        return 1 if wrong else 0
+    todo = [v for v in todo if int(hashlib.sha256(repr(v).encode()).hexdigest(), 16) % options.share == 0]
+    outcomes = publish(todo) if options.publish else compile_all(todo)
     if options.json:
         with open(options.json, "w") as file:
             json.dump([asdict(o) for o in outcomes], file, indent=0)
-    if options.publish:
-        publish(outcomes, Path(__file__).resolve().parents[1] / "docs" / "gpu.md")
     bad = [(o, o.faults()) for o in outcomes if o.faults()]
     for o, faults in bad:
         print(f"{o.arch} {o.math} d={o.width} {o.name} ({o.what}): {'; '.join(faults)}")

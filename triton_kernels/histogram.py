@@ -190,7 +190,7 @@ def histogram(
     if m.empty or view == "euclidean":
         counts = tiled.histogram(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize)
         return counts[0], counts[1], ranges
-    tiles = m.tiles("backward")  # a program's counts take as many registers as a gradient
+    tiles = m.tiles("counts")
     blocks, col_tiles = triton.cdiv(m.row.size, tiles.rows), triton.cdiv(m.col.size, tiles.cols)
     held = min(max(16, triton.next_power_of_2(nodes)), NODE_BLOCK)
     node_blocks = triton.cdiv(nodes, held)
@@ -213,7 +213,7 @@ def histogram(
 
 def histogram_saved(rows: Tensor, cols: Tensor | None) -> int:
     """Tiles of which :func:`histogram` keeps the range."""
-    tiles = tiles_for(rows, "backward")
+    tiles = tiles_for(rows, "counts")
     n_cols = rows.shape[0] if cols is None else cols.shape[0]
     return triton.cdiv(rows.shape[0], tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
@@ -245,7 +245,7 @@ def histogram_backward(
     m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
     if m.empty:
         return m.no_gradients(want_rows, want_cols)
-    tiles, forward = m.tiles("histogram"), m.tiles("backward")
+    tiles, forward = m.tiles("histogram"), m.tiles("counts")
     inverse = (nodes - 1) / (high - low)
     slopes = torch.stack([m.row.sort(g).diff(dim=1) * inverse for g in (grad_negatives, grad_positives)])
     # How many slopes of a row's negatives up to each node are not 0.

@@ -14,22 +14,21 @@ from torch import Tensor
 from torch.library import wrap_triton
 from torch.nn.functional import pad
 
+from pydml.backends import tf32
 from pydml.tiled import sides
 from pydml.triton_kernels import table
 
-#: Everything in the order of rows is padded to this many, the largest tile of the table.
-WHOLE = 128
-
 
 def whole(n: int) -> int:
-    return -(-max(n, 1) // WHOLE) * WHOLE
+    """Everything in the order of rows is padded to so many."""
+    return -(-max(n, 1) // table.LARGEST) * table.LARGEST
 
 
 def arithmetic(z: Tensor) -> str:
     """How S is computed for embeddings of this dtype: the table's ``math``."""
     if z.dtype in (torch.bfloat16, torch.float16):
         return "bf16" if z.dtype == torch.bfloat16 else "fp16"
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" or torch.version.hip else "tf32"
+    return "tf32" if tf32() and not torch.version.hip else "ieee"
 
 
 def rounded(x: Tensor, math: str) -> Tensor:

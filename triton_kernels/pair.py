@@ -32,6 +32,7 @@ from pydml.triton_kernels.tile import (
     push,
     span,
     tile_u,
+    to_tf32,
 )
 
 
@@ -94,6 +95,8 @@ def add(top, sums, u, same, diff, row, col, p0, p1, p2, p3, p4, POLICY: tl.const
 def wanted(FLAGS, flag_tiles, block, tile, OWN: tl.constexpr, OTHER: tl.constexpr, EXACT: tl.constexpr,
            FLAG_ROWS: tl.constexpr, FLAG_COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """Has a tile, as seen from either side that has anchors, weights, and are they this launch's?"""
+    tl.static_assert(FLAG_ROWS % BM == 0 and FLAG_COLS % BN == 0, "a tile lies in one tile of the forward pass")
+    tl.static_assert(FLAG_ROWS % BN == 0 and FLAG_COLS % BM == 0, "and so does its mirror image")
     flag = tl.zeros((), tl.int32)
     zero = tl.zeros((), tl.int64)
     if OWN:
@@ -270,6 +273,8 @@ def gather(
             x = x.to(tl.float32)
         across = (cols >= tl.min(rows, 0) + BM)[None, :] & real_x[:, None]  # not where both are in the own block
         mirrored = tl.where(across, w, 0.0)
+        if x.dtype == tl.float32 and PRECISION == "tf32":
+            mirrored = to_tf32(mirrored)
         share = tl.dot(tl.trans(mirrored.to(x.dtype)), x, input_precision=PRECISION)
         tl.atomic_add(G + cols.to(tl.int64)[:, None] * D + depth[None, :], share, mask=real_y[:, None], sem="relaxed")
     if POOL == 1:
@@ -307,6 +312,7 @@ def pair_backward_kernel(
     n_tiles = tl.cdiv(n_cols, BN)
     start, stop = n_tiles * part // SPLITS, n_tiles * (part + 1) // SPLITS
     if HALF:
+        tl.static_assert(BM % BN == 0, "a tile is on one side of the own block, or in it")
         start = tl.minimum(tl.maximum(start, block * BM // BN), stop)
     mine = G + (part * CENTRES + centre).to(tl.int64) * g_slice
     g = tl.zeros((BM, GD), tl.float32)

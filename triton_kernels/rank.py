@@ -7,8 +7,6 @@ the same tile function, so that equal rows give equal bits. 1u for up to P posit
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -47,8 +45,8 @@ def rank_kernel(
     # loop: the compiler for sm_100 fails on loops within loops within loops.
     n_found = high - low
     walk = n_found + tl.cdiv(n_cols, BN)
-    for step in range(0, tl.cdiv(tl.max(number, 0), P) * walk):
-        begin, at = step // walk * P, step % walk
+    for step in range(0, tl.cdiv(tl.max(number, 0), P).to(tl.int64) * walk):
+        begin, at = (step // walk).to(tl.int32) * P, (step % walk).to(tl.int32)
         tile = tl.where(at < n_found, low + at, at - n_found)
         cols = tile * BN + tl.arange(0, BN)
         s = dot_tile(X, Y, rows, cols, D, BM, BN, BD, PRECISION)
@@ -110,7 +108,7 @@ def rank(
     m = Matrix(rows, cols, row_labels, col_labels, "dot", normalize)
     if m.empty:
         return tiled.rank(rows, cols, row_labels, col_labels, normalize)
-    tiles = replace(m.tiles("forward"), cols=32, warps=8)  # of 64 columns, the counters spill
+    tiles = m.tiles("rank")
     number = torch.empty(m.row.size, dtype=torch.int32, device=m.device)
     above, hits = (number.new_empty(m.row.size, 2) for _ in "ah")
     share = torch.empty(m.row.size, 2, dtype=torch.float64, device=m.device)

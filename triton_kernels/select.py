@@ -6,7 +6,6 @@ are known by their places before sorting, which decide between equals. ``topk`` 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from pydml import tiled
 from pydml.triton_kernels import table
 from pydml.triton_kernels.matrix import Matrix, launch
-from pydml.triton_kernels.tile import NEAR, dot_tile, members, span, squares
+from pydml.triton_kernels.tile import dot_tile, is_near, members, span, squares
 
 NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 
@@ -32,7 +31,7 @@ def similarity(X, Y, X2, Y2, rows, cols, D: tl.constexpr, VIEW: tl.constexpr, SY
     else:
         size = tl.load(X2 + rows)[:, None] + tl.load(Y2 + cols)[None, :]
         d2 = size - 2 * s
-        near = d2 < size * NEAR
+        near = is_near(d2, size, D)
         if SYMMETRIC:
             near = near & (rows[:, None] != cols[None, :])
         if tl.max(near.to(tl.int32)) > 0:
@@ -203,11 +202,6 @@ class Pairs(Matrix):
         self.sides = (self.row.packed, self.col.packed, self.row.squares, self.col.squares)
         self.first, self.last = self.ranges(self.row, self.col)
 
-    def tiles(self, kind: str) -> table.Tiles:
-        """The table's, with more warps: the places and bounds of pairs take registers, and no kernel may spill."""
-        tiles = super().tiles(kind)
-        return replace(tiles, warps=max(tiles.warps, 8))
-
     def parts(self, tiles: table.Tiles, rows: int, positive: bool) -> tuple[int, int]:
         """Blocks of rows and parts of columns; the few tiles with positives are not split."""
         blocks = triton.cdiv(rows, tiles.rows)
@@ -215,7 +209,7 @@ class Pairs(Matrix):
 
     def extreme(self, positive: bool, sign: int, bound: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """u of the largest sign·u of each sorted row and its column, ∓∞ and -1 where there is none."""
-        tiles = self.tiles("forward")
+        tiles = self.tiles("select")
         grid = self.parts(tiles, self.row.size, positive)
         best = self.row.x.new_empty(grid[1], self.row.size)
         where = torch.empty_like(best, dtype=torch.int32)
@@ -229,7 +223,7 @@ class Pairs(Matrix):
 
     def kept(self, positive: bool, bound: Tensor | None) -> tuple[Tensor, Any]:
         """How many pairs of a side are kept, and a function that lists them in the order of (i, j)."""
-        tiles = self.tiles("forward")
+        tiles = self.tiles("select")
         grid = self.parts(tiles, self.row.size, positive)
         count = self.first.new_zeros(grid[1], self.row.size)
 
@@ -244,7 +238,7 @@ class Pairs(Matrix):
         stop = count.flatten().cumsum(0)
 
         def fill(number: int) -> tuple[Tensor, Tensor]:
-            pairs = stop.new_empty(number)
+            pairs = stop.new_zeros(number)
             run(stop - count.flatten(), pairs, True)
             pairs = pairs.sort().values
             return pairs // self.col.size, pairs % self.col.size
@@ -324,7 +318,7 @@ def sample(
     draws = anchors.shape[0]
     if m.empty or not draws:
         return torch.full_like(anchors, -1)
-    tiles = replace(m.tiles("forward"), cols=32)  # fp64 fills the registers sooner
+    tiles = m.tiles("sample")
     grid = m.parts(tiles, draws, False)
     best = torch.empty(grid[1], draws, dtype=torch.float64, device=m.device)
     where = torch.empty_like(best, dtype=torch.int32)

@@ -1,5 +1,7 @@
 """Tile sizes by architecture, arithmetic and width: our own table, no autotuning at run time.
 
+An entry is what :func:`preferred` says, unless the compiler spills registers with it: ``exceptions.json`` has the
+nearest entries with which it does not, found by ``python -m pydml.triton_kernels.fit``.
 ``python -m pydml.triton_kernels.tune`` measures alternatives on the GPU at hand and writes what it finds to a file that
 ``PYDML_TILES`` names; :func:`tiles` looks there first.
 """
@@ -46,36 +48,47 @@ ARCHITECTURES = (
     Architecture("gfx942", (0, 0), 304, 65536),
     Architecture("interpreter", (0, 0), 2, 1 << 30),
 )
+#: Consumers' cards have the matrix instruction of sm_80, whose entries are preferred there; they fit the shared memory.
+TILED_LIKE = {"sm_86": "sm_80", "sm_120": "sm_80"}
 #: ieee: fp32 on ordinary cores; tf32, bf16, fp16: tensor cores.
 MATHS = ("ieee", "tf32", "bf16", "fp16")
 
 
-#: What a launch does, which decides how much it keeps in registers. forward: a pass over the columns; sums: the triplet
-#: engine's; hinge, thresholds: one that holds its positives, of the hinge and of the other losses; backward: gradients
-#: of the pair engine, half: those of both sides by atomic additions; histogram, triplet: gradients of these engines,
-#: which look up tables; exact: distances from differences.
-KINDS = ("forward", "sums", "hinge", "thresholds", "backward", "half", "histogram", "triplet", "exact")
+#: What a launch does, which decides how much it keeps in registers. forward: the pair engine's pass over the columns;
+#: counts: the histogram engine's; sums: the triplet engine's; hinge, thresholds: one that holds its positives, of the
+#: hinge and of the other losses; backward: gradients of the pair engine, half: those of both sides by atomic additions;
+#: histogram, triplet: gradients of these engines, which look up tables; exact: distances from differences; select:
+#: extremes and mined pairs; topk, sample, rank: the passes of these ops.
+KINDS = ("forward", "counts", "sums", "hinge", "thresholds", "backward", "half", "histogram", "triplet", "exact",
+         "select", "topk", "sample", "rank")  # fmt: skip
+#: Rows and columns of a tile: a power of two up to this.
+LARGEST = 128
+#: Rows are padded to one of these, or to a multiple of the last, whose entries serve all that are wider.
+WIDTHS = (64, 128, 256)
 
 
-def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
-    """The table itself: gradient chunks are the largest ones that compile without spills (:mod:`.gate`).
+def preferred(arch: str, math: str, width: int, kind: str) -> Tiles:
+    """The entry that we want: large gradient chunks, for which S is computed anew, and enough stages to hide loads.
 
     Where a kernel needs a little more registers than would let two programs run at once, ptxas spills the difference;
-    numbers of warps and stages are such that it does not.
+    numbers of warps and stages are such that it rarely does.
     """
     if kind == "exact":  # no matrix product to speak of, and rarely anything to do
-        deep = not (arch == "sm_100" and math == "tf32")
-        return Tiles(32, 16, min(width, 32 if deep else 16), min(width, 32), 8, 1 if deep else 2)
+        return Tiles(32, 16, 32, 32, 8, 1)
     if arch == "interpreter":
-        return Tiles(32, 16 if kind == "triplet" else 32, min(width, 32), min(width, 64), 4, 1)
-    blackwell, small = arch == "sm_100", arch in ("sm_86", "sm_120", "gfx942")
+        return Tiles(32, 16 if kind == "triplet" else 32, min(width, 64), min(width, 64), 4, 1)
+    blackwell, small = arch == "sm_100", arch == "gfx942"
     old, short = small or arch == "sm_80", width <= 64
     depth = min(width, {"ieee": 32 if kind == "histogram" else 16, "tf32": 32}.get(math, 64))
-    if kind == "forward":
-        return Tiles(64, 64, depth, depth, 4, 3 if arch == "sm_90" and math != "ieee" else 2)
+    if kind in ("forward", "select", "topk", "sample", "rank"):
+        cols = 64 if kind in ("forward", "select") else 32  # of a pair's number, counters or fp64 draws, fewer fit
+        stages = 3 if arch == "sm_90" and math != "ieee" else 2
+        return Tiles(64, cols, depth, depth, 4 if kind in ("forward", "topk") else 8, stages)
     if kind == "sums":
-        whole = _default(arch, math, width, "backward")
+        whole = preferred(arch, math, width, "backward")
         return replace(whole, cols=16 if old and short else whole.cols, stages=2 if blackwell and math == "tf32" else 1)
+    if kind == "counts":  # a program's counts take as many registers as a gradient
+        return preferred(arch, math, width, "backward")
     chunk = 128 if math == "ieee" or small else 256
     # Tiles of few columns: a thread holds several numbers of each of its columns, and more of them would spill.
     narrow = {"triplet": True, "histogram": old, "half": old or (math == "tf32" and not blackwell)}
@@ -87,12 +100,18 @@ def _default(arch: str, math: str, width: int, kind: str) -> Tiles:
     if kind in ("hinge", "thresholds"):
         # Triton 3.7.1 does not always compile such a loop around a product in tensor memory; 32 rows are not put there.
         rows, cols = (32, 16 if short else cols) if kind == "thresholds" and blackwell else (64, cols)
-        stages = 2 if kind == "thresholds" and arch == "sm_80" and math == "tf32" else 1
-        return Tiles(rows, cols, depth, depth, 4 if blackwell else 8, stages)
+        return Tiles(rows, cols, depth, depth, 4 if blackwell else 8, 1)
     # Rows of a single step have nothing to fetch ahead; asked to, Triton 3.7.1 fails to compile histograms for sm_90.
     single = kind == "histogram" and depth == width
     stages = 1 if kind == "triplet" or single else 3 if kind == "half" and blackwell else 2
     return Tiles(64, cols, depth, min(width, chunk), 8, stages)
+
+
+@functools.cache
+def exceptions() -> dict[str, dict[str, int]]:
+    """Entries that differ from the preferred ones: key -> fields of :class:`Tiles`."""
+    found: dict[str, dict[str, int]] = json.loads(Path(__file__).with_name("exceptions.json").read_text())
+    return found
 
 
 @functools.cache
@@ -102,9 +121,17 @@ def _tuned() -> dict[str, dict[str, int]]:
     if not path:
         return {}
     entries: dict[str, dict[str, int]] = json.loads(Path(path).read_text())
-    for name in entries:
+    for name, entry in entries.items():
         if name.rpartition("/")[2] not in KINDS:
             raise ValueError(f"PYDML_TILES: {path} has an entry for {name!r}, wanted keys that end in one of {KINDS}")
+        for field, value in entry.items():
+            if field not in Tiles.__dataclass_fields__:
+                wanted = ", ".join(Tiles.__dataclass_fields__)
+                raise ValueError(f"PYDML_TILES: {path} has {field!r} in {name!r}, wanted some of {wanted}")
+            if field in ("rows", "cols") and (value > LARGEST or LARGEST % value):
+                raise ValueError(
+                    f"PYDML_TILES: {path} has {field} = {value} in {name!r}, wanted a divisor of {LARGEST}"
+                )
     return entries
 
 
@@ -112,16 +139,22 @@ def key(arch: str, math: str, width: int, kind: str) -> str:
     return f"{arch}/{math}/{width}/{kind}"
 
 
+def base(arch: str, math: str, width: int, kind: str) -> Tiles:
+    """What an exception is one to: the preferred entry, or that of a similar architecture."""
+    return tiles(TILED_LIKE[arch], math, width, kind) if arch in TILED_LIKE else preferred(arch, math, width, kind)
+
+
 @functools.cache
 def tiles(arch: str, math: str, width: int, kind: str) -> Tiles:
     """The entry for one architecture, arithmetic, padded width and kind of launch."""
-    entry = _default(arch, math, width, kind)
-    return Tiles(**{**asdict(entry), **_tuned().get(key(arch, math, width, kind), {})})
+    entry = arch, math, min(width, WIDTHS[-1]), kind
+    fields = asdict(base(*entry)) | exceptions().get(key(*entry), {})
+    return Tiles(**fields | _tuned().get(key(arch, math, width, kind), {}))
 
 
 def padded(d: int) -> int:
-    """Width to which rows are padded: a power of two up to 256, then whole chunks of 256."""
-    return max(16, 1 << (d - 1).bit_length()) if d <= 256 else -(-d // 256) * 256
+    """Width to which rows are padded."""
+    return next((w for w in WIDTHS if d <= w), -(-d // WIDTHS[-1]) * WIDTHS[-1])
 
 
 @functools.cache

@@ -11,6 +11,24 @@ import triton.language as tl
 
 #: S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves.
 NEAR: tl.constexpr = tl.constexpr(1e-5)
+#: And what each product may add to it: tensor cores cut the digits of long sums off instead of rounding them.
+NEAR_STEP: tl.constexpr = tl.constexpr(1e-8)
+
+
+@triton.jit
+def is_near(d2, size, D: tl.constexpr):
+    """Is ‖x‖²+‖y‖²-2S, from sums of D products, too small to be right? ``size`` is ‖x‖²+‖y‖²."""
+    if D * NEAR_STEP > NEAR:
+        return d2 < size * (D * NEAR_STEP)
+    else:
+        return d2 < size * NEAR
+
+
+@triton.jit
+def to_tf32(w):
+    """fp32 rounded to TF32 as :func:`.matrix.rounded` does: a tensor core would cut the digits off."""
+    bits = (w.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(w == w, bits.to(tl.float32, bitcast=True), w)
 
 
 @triton.jit
@@ -96,8 +114,10 @@ def tile_u(X, Y, X2, Y2, rows, cols, D: tl.constexpr, BM: tl.constexpr, BN: tl.c
         return dot_tile(X, Y, rows, cols, D, BM, BN, BD, PRECISION), False
     elif EXACT:
         d2 = squares(X, Y, rows, cols, D, BM, BN)
-        if VIEW == "cosine":
-            return 1 - 0.5 * d2, True
+        if VIEW == "cosine":  # S of rows that are not near is right as it is, and 1-D²/2 only if they are of length 1
+            s = dot_tile(X, Y, rows, cols, D, BM, BN, BD, PRECISION)
+            size = tl.load(X2 + rows)[:, None] + tl.load(Y2 + cols)[None, :]
+            return tl.where(is_near(size - 2 * s, size, D), 1 - 0.5 * d2, s), True
         elif VIEW == "squared":
             return -d2, True
         else:
@@ -106,7 +126,7 @@ def tile_u(X, Y, X2, Y2, rows, cols, D: tl.constexpr, BM: tl.constexpr, BN: tl.c
         s = dot_tile(X, Y, rows, cols, D, BM, BN, BD, PRECISION)
         size = tl.load(X2 + rows)[:, None] + tl.load(Y2 + cols)[None, :]
         d2 = size - 2 * s
-        near = d2 < size * NEAR
+        near = is_near(d2, size, D)
         if SYMMETRIC:
             near = near & (rows[:, None] != cols[None, :])
         some = tl.max(near.to(tl.int32)) > 0
@@ -139,6 +159,8 @@ def push(g, total, w, u, X, Y, rows, cols, chunk, D: tl.constexpr, BN: tl.conste
             w = w.to(tl.bfloat16)
         elif y.dtype == tl.float16:  # w does not fit fp16's range: TF32 has its mantissa
             y = y.to(tl.float32)
+        if w.dtype == tl.float32 and PRECISION == "tf32":
+            w = to_tf32(w)
         if distance:  # Σ_j as a product with ones: a reduction would want w, and what leads to it, in another layout
             total = tl.dot(w, tl.full((BN, 16), 1.0, tl.float32).to(w.dtype), total, input_precision=PRECISION)
         return tl.dot(w, y, g, input_precision=PRECISION), total

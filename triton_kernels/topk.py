@@ -11,7 +11,6 @@ in the order of (i, j) are in the rows whose counts are needed to fill up k.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,8 +181,7 @@ class Search(Pairs):
 
     def __init__(self, policy: str, numbers: Sequence[float], side: str, *matrix: Any) -> None:
         super().__init__(*matrix)
-        warps = 4 if self.view == "dot" else 8  # and 32 columns: with any other numbers some variant spills
-        self.kernel_tiles = replace(self.tiles("forward"), cols=32, warps=warps)
+        self.kernel_tiles = self.tiles("topk")
         self.positive = side == "positives"
         self.numbers = params(policy, numbers)
         self.chosen = {"POLICY": policy, "SIDE": side, **self.constants(self.kernel_tiles)}

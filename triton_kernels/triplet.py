@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pydml import tiled
+from pydml.backends import class_limit
 from pydml.triton_kernels.functions import relu, sigmoid, softplus
 from pydml.triton_kernels.matrix import Matrix, Side, launch
 from pydml.triton_kernels.select import similarity
@@ -331,6 +332,7 @@ def triplet_backward_kernel(
     OWN, OTHER: whose rows are anchors; A_FIRST, A_LAST the ranges of their positives, MOST the longest of them. EXACT:
     only the tiles with pairs too near for 2-2S, FLAG_ROWS×FLAG_COLS, which the launch before has flagged and left out.
     """
+    tl.static_assert(FLAG_ROWS % BM == 0 and FLAG_COLS % BN == 0, "a tile lies in one that was flagged")
     if tl.load(MOST) <= window:
         return
     block, part, chunk = tl.program_id(0), tl.program_id(2), tl.program_id(1) * GD
@@ -393,8 +395,14 @@ class Triplets(Matrix):
         self.blocks = triton.cdiv(self.row.size, self.tile.rows)
         self.col_tiles = triton.cdiv(self.col.size, self.tile.cols)
         self.first, self.last = self.ranges(self.row, self.col)
+        self.limit = class_limit(self.col.size)
+        if not self.empty:  # NaN for a promise that was broken
+            self.finite = self.finite & ((self.last - self.first).amax() <= self.limit)
         self.held = min(WINDOW, max(HELD, triton.next_power_of_2(self.col.size)))
         self.sides = self.row.packed, self.col.packed, self.row.squares, self.col.squares, self.first, self.last
+        self.back = torch.empty_like(self.col.order).index_copy_(
+            0, self.col.order, torch.arange(self.col.size, device=self.device)
+        )
         self.fixed = {"SMOOTH": smooth, "P": self.held, **self.constants(self.tile)}
 
     def windows(self) -> Iterator[int]:
@@ -402,7 +410,7 @@ class Triplets(Matrix):
         self.u = self.row.x.new_empty(self.held, self.row.size)
         self.least = self.row.x.new_empty(self.row.size)
         constants = {k: v for k, v in self.fixed.items() if k != "SMOOTH"}
-        for window in range(0, self.col.size, self.held):
+        for window in range(0, self.limit, self.held):
             launch(
                 positives_kernel, (self.blocks,), self.device,
                 *self.sides, self.u, self.least, *self.shape, window, **constants,
@@ -416,11 +424,9 @@ class Triplets(Matrix):
         splits = self.splits(blocks, self.col_tiles)
         found = self.row.x.new_empty(splits, self.held, self.row.size)
         place = self.first.new_empty(found.shape if self.semihard else (1, 1, 1))
-        back = torch.empty_like(self.col.order)
-        back[self.col.order] = torch.arange(self.col.size, device=self.device)
         launch(
             thresholds_kernel, (blocks, self.held // HELD, splits), self.device,
-            *self.sides, self.u, self.least, self.col.order, back, found, place, *self.shape, window, self.margin,
+            *self.sides, self.u, self.least, self.col.order, self.back, found, place, *self.shape, window, self.margin,
             SEMIHARD=self.semihard, PB=HELD, SPLITS=splits, SMOOTH=self.smooth, P=self.held,
             **self.constants(tiles),
         )  # fmt: skip
@@ -431,7 +437,7 @@ class Triplets(Matrix):
         best = found.amax(0)
         name = self.col.order[place.clamp(0, self.col.size - 1)]  # whatever stands in slots that are none
         name = torch.where((found == best) & (place >= 0), name, self.col.size - 1).amin(0)
-        return best - self.u + self.margin, back[name].to(place.dtype)
+        return best - self.u + self.margin, self.back[name].to(place.dtype)
 
 
 def triplet(
