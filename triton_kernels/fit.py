@@ -122,10 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args(argv)
     todo = [entry[:3] for entry in entries(options.archs, options.maths, options.widths)]
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for found in pool.map(fit, *zip(*todo, strict=True)):
-            kept = json.loads(FILE.read_text()) | found
-            FILE.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    for similar in (False, True):  # to others: those have to be settled, and read by new processes
+        part = [entry for entry in todo if (entry[0] in table.TILED_LIKE) == similar]
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            for found in pool.map(fit, *zip(*part, strict=True)) if part else ():
+                kept = json.loads(FILE.read_text()) | found
+                FILE.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
     return 0
 
 
