@@ -138,6 +138,17 @@ def tf32() -> bool:
 
 
 @contextmanager
+def fp32_products(name: str) -> Iterator[None]:
+    """Form fp32 products on a GPU in "tf32", or as "ieee"."""
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, name
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@contextmanager
 def largest_class(rows: int) -> Iterator[None]:
     """Promise that no class has more than ``rows`` members among the columns of a batch, for the whole process.
 

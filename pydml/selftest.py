@@ -9,7 +9,6 @@ pydml.roofline knows. Prints tables and a line to paste into a report; the exit 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import platform
 import time
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import pydml
 from pydml import roofline
-from pydml.backends import resolve
+from pydml.backends import fp32_products, resolve
 from pydml.cuda.matrix import DEPTH
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 
@@ -171,16 +170,6 @@ def batch(n: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return z.double().to(device), labels.to(device)
 
 
-@contextlib.contextmanager
-def _precision(name: str) -> Iterator[None]:
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, name
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
 def _error(got: Results, want: Results) -> float:
     """The largest relative error of any result; infinite where one is missing, or not finite."""
     if got.keys() != want.keys():
@@ -280,7 +269,7 @@ def examine(case: Case, backend: str, formats: Sequence[str], z: Tensor, labels:
 
         def accurate(name: str = name, wanted: Format = wanted, given: Tensor = given) -> tuple[bool, str]:
             reference = case.run(given.double(), labels, "dense")
-            with _precision(wanted.precision):
+            with fp32_products(wanted.precision):
                 results[name] = case.run(given, labels, backend)
             error = _error(results[name], reference)
             return error <= max(wanted.limit, case.least), f"{error:.0e}"
@@ -292,14 +281,14 @@ def examine(case: Case, backend: str, formats: Sequence[str], z: Tensor, labels:
     def repeats() -> bool:
         again = {}
         for name in results:
-            with _precision(FORMATS[name].precision):
+            with fp32_products(FORMATS[name].precision):
                 again[name] = case.run(z.to(FORMATS[name].dtype), labels, backend)
         return all(_same(again[name], results[name]) for name in results)
 
     row.check("repeats", repeats)
     name = "fp32" if "fp32" in results else next(iter(results))
     given, want = z.to(FORMATS[name].dtype), results[name]
-    with _precision(FORMATS[name].precision):
+    with fp32_products(FORMATS[name].precision):
         if _is_gpu(z.device):
             if case.on_device:
                 row.check("no sync", lambda: _without_sync(case, given, labels, backend))

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from helpers import run as step
 
 import pydml
 from pydml import roofline
+from pydml.backends import fp32_products
 
 WHY_NOT = pydml.backends()["triton"]
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"triton: {WHY_NOT}")
@@ -49,17 +48,6 @@ if WHY_NOT is None:
 def test_float32_is_the_golden_value_and_gradient(name: str) -> None:
     case = golden(name)
     check_golden(case, "triton", torch.float32, case.meta["rtol_float32"])
-
-
-@contextmanager
-def fp32_products(name: str) -> Iterator[None]:
-    """In TF32, or "ieee"."""
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, name
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 # Formats: against dense fp64 on the very numbers that the kernels multiply.

@@ -24,6 +24,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,7 +38,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pydml.backends import set_deterministic
+from pydml.backends import fp32_products, set_deterministic
 from pydml.triton_kernels import KERNELS, table
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -195,22 +196,16 @@ def variants(arch: str, math: str, width: int, all_policies: bool) -> list[Varia
         found[Variant(arch, math, width, fn.__module__, fn.__name__, tuple(signature), tuple(aligned),
                       tuple(sorted(constants.items())), warps, stages)] = None  # fmt: skip
 
-    precision = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if math == "ieee" else "tf32"
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(math, torch.float32)
     z, cols = torch.randn(2, 256, width).to(dtype).unbind()
     modules = [m for name, m in sys.modules.items() if name.startswith("pydml.triton_kernels") and hasattr(m, "launch")]
-    try:
-        with mock.patch.object(table, "architecture", lambda device: entry):
-            patches = [mock.patch.object(module, "launch", record) for module in modules]
-            for patch in patches:
-                patch.start()
-            for name, arguments in calls(z, torch.arange(256) // 4, cols, all_policies):
-                KERNELS[name](*arguments)
-            for patch in patches:
-                patch.stop()
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
+    with ExitStack() as stack:
+        stack.enter_context(fp32_products("ieee" if math == "ieee" else "tf32"))
+        stack.enter_context(mock.patch.object(table, "architecture", lambda device: entry))
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "launch", record))
+        for name, arguments in calls(z, torch.arange(256) // 4, cols, all_policies):
+            KERNELS[name](*arguments)
     return list(found)
 
 
