@@ -32,7 +32,7 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
         u[e] = -std::sqrt(d2);
       else if (m.view == View::squared)
         u[e] = -d2;
-      else if (m.view == View::cosine && d2 < (sizeof(R) == 4 ? R(1e-5) : R(1e-13)) * (d2 + 2 * s))  // |x|²+|y|² = D²+2S
+      else if (m.view == View::cosine && d2 < kNear<R> * (d2 + 2 * s))  // |x|²+|y|² = D²+2S
         u[e] = 1 - d2 / 2;
       else
         u[e] = s;

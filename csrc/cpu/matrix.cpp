@@ -429,10 +429,9 @@ void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
     for (int i = 0; cut && i < ni; ++i)
       std::copy_n(w.window.data() + (i0 - i1 + i) * mj + (first - j1), wide, out + i * wide);
   }
-  const R tolerance = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
   const R* scale = dots ? nullptr : col.late_scale(first);
   w.near.clear();
-  if (k.to_view(view, out, wide, ni, int(wide), scale, row.size.data() + i0, col.size.data() + first, tolerance))
+  if (k.to_view(view, out, wide, ni, int(wide), scale, row.size.data() + i0, col.size.data() + first, kNear<R>))
     mend(i0, ni, j0, nj, w);
   if (pool > 1) k.pool(out, wide, ni, nj, int(pool), sharpness, w.u.data());
 }
@@ -440,14 +439,13 @@ void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
 // D² of pairs so near that 2-2S has lost its digits, from the rows themselves.
 template <class R>
 void Matrix<R>::mend(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
-  const R tolerance = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
   for (int i = 0; i < ni; ++i)
     for (int j = 0; j < nj; ++j) {
       if (symmetric && i0 + i == j0 + j) continue;
       R& u = w.u[int64_t(i) * nj + j];
       const R both = row.size[i0 + i] + col.size[j0 + j];
       const R d2 = view == View::cosine ? both - 2 * u : view == View::squared ? -u : u * u;
-      if (!(d2 < tolerance * both * R(1.001))) continue;
+      if (!(d2 < kNear<R> * both * R(1.001))) continue;
       R exact;
       k.squared_distance(row.row(i0 + i, w.x.data()), col.row(j0 + j, w.y.data()), d, &exact);
       u = view == View::cosine ? 1 - exact / 2 : view == View::squared ? -exact : -std::sqrt(exact);

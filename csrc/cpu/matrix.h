@@ -20,6 +20,10 @@ const char* isa_name();
 int policy_id(c10::string_view name);
 View view_of(c10::string_view name);
 
+// S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves.
+template <class R>
+constexpr R kNear = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
+
 using Block = std::pair<int, int>;  // a row block and a column block
 
 // Run f(task, worker) for all tasks of a round. There are always as many workers as threads, so that BLAS inside a task
