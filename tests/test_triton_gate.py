@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 RECORD = Path(__file__).resolve().parents[1] / "docs" / "gate.json"
 ARCHS = {"sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942"}
-SHARE = 7
+SHARE = 10
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
