@@ -4,9 +4,10 @@ What is compiled is what is launched: the ops run on small CPU tensors as if on 
 are written down instead of made. Each variant must compile without spills, fit the architecture's shared memory, and
 use its matrix instructions. Runs without ``TRITON_INTERPRET``, in a process of its own.
 
-All of it takes half an hour, too long for every run of the tests. So ``--publish`` leaves in docs/gate.json what it
-found for each kernel and architecture, with a digest of what was compiled, and compiles again only what has changed
-since; the tests compare the digests (``--check``), which takes no compiler, and compile a share of the variants.
+A tenth of it takes about four minutes on two cores, so all of it is too much for every run of the tests. ``--publish``
+leaves in docs/gate.json what it found for each kernel and architecture, with a digest of what was compiled, and
+compiles again only what has changed since; the tests compare the digests (``--check``), which takes no compiler, and
+compile a share of the variants.
 """
 
 from __future__ import annotations
