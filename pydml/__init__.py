@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from pydml import data, distributed, functional, losses, memory, metrics, miners, samplers
+from pydml import data, distances, distributed, functional, losses, memory, metrics, miners, samplers
 from pydml.backends import backends, largest_class, set_deterministic, use_backend
 from pydml.presets import preset, presets
 
@@ -10,6 +10,7 @@ __version__ = importlib.metadata.version("pydml-kernels")
 __all__ = [
     "backends",
     "data",
+    "distances",
     "distributed",
     "functional",
     "largest_class",
