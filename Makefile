@@ -55,13 +55,12 @@ sanitize: .venv/install.stamp  ## run the tests marked sanitize on an instrument
 		$(CURDIR)/$(PY) -m pytest -s -m sanitize tests
 
 # torch comes first, by its pinned version, so that nothing else chooses one.
-.venv/tools.stamp: requirements/dev.txt requirements/train.txt requirements/constraints.txt
+.venv/tools.stamp: requirements/dev.txt requirements/constraints.txt
 	@test -x $(PY) || { echo "venv: creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "venv: installing torch"
 	@$(PIP) install -c requirements/constraints.txt torch==2.13.0
 	@echo "venv: installing the tools"
 	@$(PIP) install -r requirements/dev.txt
-	@$(PIP) install --no-deps -r requirements/train.txt
 	@touch $@
 
 # The toolkit that the tests compile the CUDA kernels with; no GPU is needed.

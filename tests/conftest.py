@@ -1,29 +1,11 @@
-"""What every test starts from: a fixed seed and a fixed number of threads, and ops that importing torchvision needs."""
+"""What every test starts from: a fixed seed and a fixed number of threads."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
-
-
-def _declare_torchvision_ops() -> torch.library.Library | None:
-    """Declare the ops of torchvision's extension: its Python code registers fakes for them as it is imported.
-
-    Without that extension (a torchvision built for another torch) the import would fail for want of the schemas.
-    """
-    if importlib.util.find_spec("torchvision") is None:
-        return None
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-_torchvision = _declare_torchvision_ops()
 
 
 @pytest.fixture(autouse=True)

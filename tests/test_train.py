@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toy_images import folders, image_set, packed, splits
+from toy_images import image_set, packed, splits
 
 from pydml.losses import LOSSES, MarginLoss, ProxyAnchorLoss
 from pydml.samplers import MPerClassSampler
 from pydml.train import Config, Embedder, Trainer, TrainingError, checkpoint, embed, evaluate, logs, models, optim
 from pydml.train.batches import Images, Part, stream
-from pydml.train.transforms import Jitter, papers
+from pydml.train.transforms import Jitter
 
 
 def config(out: Path, **changes: Any) -> Config:
@@ -133,17 +133,6 @@ def test_frozen_batchnorm_keeps_its_statistics() -> None:
         assert model.training and net[0].training
 
 
-def test_timm_models_are_backbones() -> None:
-    pytest.importorskip("timm", reason="timm is not installed")
-    for name, channels in (("resnet18", 3), ("vit_tiny_patch16_224", 1)):
-        model = models.build(Config(backbone=name, pretrained=False, dim=6, pool="avg+max"), channels).eval()
-        assert model(torch.rand(2, channels, 224, 224)).shape == (2, 6)
-    with pytest.raises(
-        ValueError, match=r"backbone: got 'resnet1', wanted 'small' or a timm model; near matches: 'resnet1\d"
-    ):
-        models.build(Config(backbone="resnet1"), 3)
-
-
 def test_weights_of_a_file_start_a_backbone(tmp_path: Path) -> None:
     source, path = models.SmallCNN(1), tmp_path / "weights.pt"
     torch.save(source.state_dict() | {"classifier.weight": torch.zeros(3)}, path)
@@ -154,15 +143,6 @@ def test_weights_of_a_file_start_a_backbone(tmp_path: Path) -> None:
         models.build(Config(weights=str(path)), 1)
     with pytest.raises(ValueError, match=r"weights: got 'nowhere\.pt', which is not a file"):
         models.build(Config(weights="nowhere.pt"), 1)
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("timm", "torchvision.transforms", "yaml"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match="'resnet50', which needs timm: pip install timm"):
-        models.build(Config(backbone="resnet50"), 3)
-    with pytest.raises(ValueError, match="'papers' needs torchvision: pip install torchvision"):
-        papers(224)
 
 
 def test_rates_follow_their_schedule() -> None:
@@ -234,18 +214,6 @@ def test_jitter_moves_a_little_and_keeps_bytes() -> None:
     moved = Jitter()(images, torch.rand(6, 5))
     change = (moved.float() - images.float()).abs().mean()
     assert 1 < change < 60
-
-
-def test_the_papers_crops() -> None:
-    pytest.importorskip("torchvision", reason="torchvision is not installed")
-    from PIL import Image
-
-    train, test = papers(32)
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 80, 3), dtype=np.uint8))
-    for transform in (train, test):
-        assert transform(image).shape == (3, 32, 32) and transform(image).dtype == torch.uint8
-    assert torch.equal(test(image), test(image))
-    assert not torch.equal(train(image), train(image))
 
 
 def test_images_of_different_sizes_are_an_error_that_says_so() -> None:
@@ -373,15 +341,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     state = checkpoint.load(Path(settings.out) / "last.pt")
     assert state["steps"] == 2
     assert all(bool(v.isfinite().all()) for v in state["model"].values())
-
-
-def test_files_train_through_the_papers_augmentation(tmp_path: Path) -> None:
-    pytest.importorskip("torchvision", reason="torchvision is not installed")
-    data = folders(tmp_path / "data")
-    settings = config(
-        tmp_path, data=str(data), batch_size=16, m_per_class=4, transform="papers", image_size=16, val_fraction=0.25
-    )
-    assert Trainer(settings, quiet=True).fit()["test"]["recall@4"] > 0
 
 
 def test_data_is_found_out_from_its_files(tmp_path: Path) -> None:

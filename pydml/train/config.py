@@ -19,6 +19,7 @@ import pydml.miners
 from pydml import checks
 from pydml.losses import LOSSES, MetricLoss
 from pydml.presets import preset, presets
+from pydml.train.packages import optional
 
 
 def _option(default: Any, text: str, *, least: float | None = None, options: Sequence[str] = ()) -> Any:
@@ -46,7 +47,7 @@ class Config:
     transform: str = _option(
         "auto",
         "auto: papers for files, jitter for packed images; none; jitter: small random affine maps in plain torch; "
-        "papers: random resized crop and flip (needs torchvision)",
+        "papers: random resized crop and flip",
         options=("auto", "none", "jitter", "papers"),
     )
     image_size: int = _option(224, "size of the papers' crops", least=1)
@@ -236,10 +237,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: not valid TOML: {error}") from None
     if path.suffix in (".yaml", ".yml"):
-        try:
-            import yaml
-        except ImportError:
-            raise ValueError(f"config: got {str(path)!r}; YAML needs PyYAML: pip install pyyaml") from None
+        yaml = optional("yaml", f"config: got {str(path)!r}, which", package="pyyaml", instead="write it as TOML")
         try:
             settings = yaml.safe_load(text)
         except yaml.YAMLError as error:

@@ -97,7 +97,7 @@ def read(directory: str | Path) -> list[dict[str, Any]]:
 def _tensorboard(directory: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+    except Exception:  # missing, or there and broken: logs are in the files anyway
         return None
     return SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pydml import checks
 from pydml.train.config import Config
+from pydml.train.packages import optional
 
 #: Mean and standard deviation of ImageNet's channels, which timm's weights were trained with.
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -44,10 +45,7 @@ class TimmFeatures(nn.Module):
 
     def __init__(self, name: str, pretrained: bool, channels: int) -> None:
         super().__init__()
-        try:
-            import timm
-        except ImportError:
-            raise ValueError(f"backbone: got {name!r}, which needs timm: pip install timm") from None
+        timm = optional("timm", f"backbone: got {name!r}, which", instead="take --backbone small, which needs nothing")
         if not timm.is_model(name):
             close = timm.list_models(f"{name}*") + difflib.get_close_matches(name, timm.list_models())
             near = ", ".join(map(repr, close[:5])) or "none; see timm.list_models()"
@@ -153,11 +151,8 @@ def _load_weights(backbone: nn.Module, path: Path) -> None:
     if not path.is_file():
         raise ValueError(f"weights: got {str(path)!r}, which is not a file")
     if path.suffix == ".safetensors":
-        try:
-            from safetensors.torch import load_file  # type: ignore[import-not-found, unused-ignore]
-        except ImportError:
-            raise ValueError(f"weights: got {str(path)!r}, which needs safetensors: pip install safetensors") from None
-        state = load_file(path)
+        what = f"weights: got {str(path)!r}, which"
+        state = optional("safetensors.torch", what, instead="save it with torch.save").load_file(path)
     else:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)

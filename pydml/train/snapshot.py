@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pydml.train.checkpoint import write_atomically
-from pydml.train.transforms import to_tensor
+from pydml.train.transforms import to_picture
 
 #: Bins of the histograms of similarities on [-1, 1].
 BINS = 100
@@ -34,11 +36,14 @@ def take(run: Path, epoch: int, z: Tensor, data: Any, seed: int = 0) -> None:
     queries = order[:QUERIES].sort().values
     found = compare(x, labels, queries)
     shown = _shown(found, order)
+    if not len(shown):  # no image has another of its class
+        return
     neighbours = (x[shown] @ x.T).index_put_((torch.arange(len(shown)), shown), torch.tensor(-2.0))
     top = neighbours.topk(min(NEIGHBOURS, len(x) - 1)).indices
     cells = torch.cat((shown[:, None], top), 1)
     arrays: dict[str, Any] = {key: value.numpy() for key, value in found.items() if key != "queries"}
-    arrays["gallery"] = np.stack([[_thumbnail(data.load(int(i))) for i in row] for row in cells])
+    thumbnails = _thumbnails(data.load(i) for i in cells.flatten().tolist())
+    arrays["gallery"] = thumbnails.reshape(*cells.shape, *thumbnails.shape[1:])
     arrays["gallery_right"] = (labels[top] == labels[shown][:, None]).numpy()
     arrays["gallery_names"] = np.array([[data.classes[int(labels[i])] for i in row] for row in cells], dtype=str)
     buffer = io.BytesIO()
@@ -83,15 +88,16 @@ def _shown(found: dict[str, Tensor], order: Tensor) -> Tensor:
     return order[able[order]][:SHOWN]
 
 
-def _thumbnail(image: Any) -> Any:
-    """A square RGB array: the image, made smaller where it is large, on white."""
+def _thumbnails(images: Iterable[Any]) -> npt.NDArray[np.uint8]:
+    """Square RGB pictures of one size [n, side, side, 3]: the images, made smaller where they are large, on white."""
     from PIL import Image
 
-    picture = image if isinstance(image, Image.Image) else Image.fromarray(to_tensor(image).permute(1, 2, 0).numpy())
-    picture = picture.convert("RGB")
-    if max(picture.size) > THUMBNAIL:
+    pictures = [to_picture(image).convert("RGB") for image in images]
+    for picture in pictures:
         picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    side = THUMBNAIL if max(picture.size) > 48 else 48 if max(picture.size) > 32 else 32
-    canvas = Image.new("RGB", (side, side), "white")
-    canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
-    return np.asarray(canvas)
+    largest = max(max(picture.size) for picture in pictures)
+    side = next(side for side in (32, 48, THUMBNAIL) if largest <= side)
+    canvases = [Image.new("RGB", (side, side), "white") for _ in pictures]
+    for canvas, picture in zip(canvases, pictures, strict=True):
+        canvas.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+    return np.stack([np.asarray(canvas) for canvas in canvases])

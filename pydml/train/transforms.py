@@ -5,7 +5,9 @@ Images stay uint8 as long as they can: a large batch waits for its second pass i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,13 @@ from torch import Tensor
 
 from pydml import checks
 from pydml.data.base import ImageSet
+from pydml.data.files import pillow
 from pydml.data.packed import Array
+
+#: The papers' random crops: at least this share of the image, sides of at most this ratio.
+LEAST_SHARE, LARGEST_RATIO = 0.08, 4 / 3
+#: The papers' test images: resized so that the crop leaves out this border.
+BEYOND_CROP = 256 / 224
 
 
 def to_tensor(image: Any) -> Tensor:
@@ -23,6 +31,14 @@ def to_tensor(image: Any) -> Tensor:
         return image if image.ndim == 3 else image[None]
     array = np.array(image)
     return torch.from_numpy(array[None] if array.ndim == 2 else np.ascontiguousarray(array.transpose(2, 0, 1)))
+
+
+def to_picture(image: Any) -> Any:
+    """A PIL image, array or tensor as a PIL image of mode RGB or L."""
+    if isinstance(image, pillow().Image):
+        return image
+    pixels = to_tensor(image)
+    return pillow().fromarray((pixels[0] if len(pixels) == 1 else pixels.permute(1, 2, 0)).contiguous().numpy())
 
 
 class Jitter:
@@ -62,16 +78,57 @@ def build(name: str, data: Any, image_size: int) -> tuple[Any, Callable[[Any], A
 
 def papers(size: int) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """The papers': a random resized crop and a flip; in evaluation the centre of the image, resized to 256/224."""
-    try:
-        from torchvision.transforms import v2
-    except ImportError:
-        raise ValueError(
-            "transform: 'papers' needs torchvision: pip install torchvision; small images of one size do without: "
-            "--transform jitter"
-        ) from None
-    train = v2.Compose([v2.ToImage(), v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
-    test = v2.Compose([v2.ToImage(), v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size)])
-    return train, test
+    return RandomCrop(size), CentreCrop(size)
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """A random part of the image, resized to a square, every second time mirrored: uint8 [C, size, size].
+
+    Draws from torch's default generator. Resizing is Pillow's, which averages over all pixels that a new one covers.
+    """
+
+    size: int
+
+    def __call__(self, image: Any) -> Tensor:
+        picture = to_picture(image)
+        left, top, width, height = random_box(*picture.size)
+        box = (left, top, left + width, top + height)
+        pixels = to_tensor(picture.resize((self.size, self.size), pillow().Resampling.BILINEAR, box))
+        return pixels.flip(2) if torch.rand(()) < 0.5 else pixels
+
+
+@dataclass(frozen=True)
+class CentreCrop:
+    """The central square of the image whose shorter side was resized to 256/224 of it: uint8 [C, size, size]."""
+
+    size: int
+
+    def __call__(self, image: Any) -> Tensor:
+        picture = to_picture(image)
+        shorter = round(self.size * BEYOND_CROP)
+        width, height = (shorter * side // min(picture.size) for side in picture.size)
+        resized = to_tensor(picture.resize((width, height), pillow().Resampling.BILINEAR))
+        left, top = round((width - self.size) / 2), round((height - self.size) / 2)
+        return resized[:, top : top + self.size, left : left + self.size].contiguous()
+
+
+def random_box(width: int, height: int, tries: int = 10) -> tuple[int, int, int, int]:
+    """Left, top, width and height of a random crop (Szegedy et al. 2015, section 6).
+
+    Its share of the area and the logarithm of its ratio are uniform; the first of some tries that fits into the image
+    is taken, and the largest central part of an allowed ratio where none does.
+    """
+    share = LEAST_SHARE + (1 - LEAST_SHARE) * torch.rand(tries, dtype=torch.float64)
+    ratio = (math.log(LARGEST_RATIO) * (2 * torch.rand(tries, dtype=torch.float64) - 1)).exp()
+    area = share * (width * height)
+    wide, high = (area * ratio).sqrt().round().long(), (area / ratio).sqrt().round().long()
+    fits = ((wide >= 1) & (wide <= width) & (high >= 1) & (high <= height)).nonzero()[:, 0]
+    if not len(fits):
+        w, h = min(width, round(height * LARGEST_RATIO)), min(height, round(width * LARGEST_RATIO))
+        return (width - w) // 2, (height - h) // 2, w, h
+    w, h = int(wide[fits[0]]), int(high[fits[0]])
+    return int(torch.randint(width - w + 1, ())), int(torch.randint(height - h + 1, ())), w, h
 
 
 def moved(data: ImageSet, seed: int = 0, jitter: Jitter | None = None) -> ImageSet:
