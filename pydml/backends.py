@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,6 +27,13 @@ BACKENDS: dict[str, str] = {
 }
 
 Kernel = Callable[..., Any]
+Function = TypeVar("Function", bound=Kernel)
+
+
+def constant(function: Function) -> Function:
+    """``torch.compiler.assume_constant_result``, which itself would import torch._dynamo: as slow as torch."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class _Chosen(threading.local):
@@ -42,6 +49,7 @@ _tables: dict[str, dict[str, Kernel]] = {}
 _reasons: dict[str, str] = {}
 
 
+@constant  # torch.compile cannot trace an import
 def _load(name: str) -> None:
     """Fill ``_tables[name]`` (engine -> kernel) or ``_reasons[name]``, once."""
     if name in _tables or name in _reasons:

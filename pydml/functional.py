@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pydml import checks
+from pydml.backends import constant
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 
 Loss = Callable[..., Tensor]
@@ -58,7 +59,7 @@ _traced = SimpleNamespace()
 _keys: dict[Any, str] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant
 def _remember(cls: type[MetricLoss], arguments: tuple[tuple[str, Any], ...]) -> str:
     """Build a module outside the trace, once; the name of the attribute of ``_traced`` that keeps it."""
     types = tuple(type(value) for _, value in arguments)  # 1, 1.0 and True are different arguments

@@ -15,11 +15,7 @@ from pydml import checks, ops
 from pydml.backends import resolve
 from pydml.losses.base import _distance
 from pydml.losses.batch import Batch, Dense
-
-try:  # so that PML's own DistributedMinerWrapper accepts our miners
-    from pytorch_metric_learning.miners import BaseMiner as _Base
-except ImportError:
-    _Base = nn.Module
+from pydml.pml import joins
 
 __all__ = ["BatchEasyHardMiner", "BatchHardMiner", "DistanceWeightedMiner", "Miner", "MultiSimilarityMiner"]
 
@@ -27,7 +23,8 @@ Indices = tuple[Tensor, ...]
 STRATEGIES = ("easy", "hard", "semihard", "all")
 
 
-class Miner(_Base):  # type: ignore[misc]
+@joins("pytorch_metric_learning.miners.base_miner", "BaseMiner")
+class Miner(nn.Module):
     """Base of all miners.
 
     Parameters

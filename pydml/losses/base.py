@@ -17,11 +17,7 @@ from pydml import checks
 from pydml.backends import resolve
 from pydml.losses.batch import Batch, Dense
 from pydml.ops import no_autocast
-
-try:  # so that PML's own wrappers (CrossBatchMemory, DistributedLossWrapper) accept our losses
-    from pytorch_metric_learning.losses import BaseMetricLossFunction as _Base
-except ImportError:
-    _Base = nn.Module
+from pydml.pml import joins
 
 
 class Common(TypedDict, total=False):
@@ -63,7 +59,8 @@ def _distance(distance: Any, allowed: tuple[str, ...], normalize: bool) -> tuple
     return name, bool(distance.normalize_embeddings) and normalize
 
 
-class MetricLoss(_Base):  # type: ignore[misc]
+@joins("pytorch_metric_learning.losses.base_metric_loss_function", "BaseMetricLossFunction")
+class MetricLoss(nn.Module):
     """Base of all losses."""
 
     #: Distances that the loss takes, the default first.
