@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pydml import checks
-from pydml.records import WithRecords, twin
+from pydml.pml import joins
+from pydml.records import WithRecords
 
 __all__ = [
     "BaseDistance",
@@ -25,7 +26,8 @@ __all__ = [
 ]
 
 
-class BaseDistance(WithRecords, *twin("distances", "BaseDistance")):  # type: ignore[misc]
+@joins("distances.base_distance", "BaseDistance")
+class BaseDistance(WithRecords):
     """Base of all distances: subclasses define ``compute_mat`` and ``pairwise_distance``.
 
     Parameters
@@ -132,7 +134,8 @@ class BaseDistance(WithRecords, *twin("distances", "BaseDistance")):  # type: ig
         return f"normalize_embeddings={self.normalize_embeddings}, p={self.p:g}, power={self.power:g}"
 
 
-class DotProductSimilarity(BaseDistance, *twin("distances", "DotProductSimilarity")):  # type: ignore[misc]
+@joins("distances.dot_product_similarity", "DotProductSimilarity")
+class DotProductSimilarity(BaseDistance):
     """Dot products; of unit rows unless ``normalize_embeddings=False``."""
 
     def __init__(self, **keywords: Any) -> None:
@@ -145,14 +148,16 @@ class DotProductSimilarity(BaseDistance, *twin("distances", "DotProductSimilarit
         return (query_emb * ref_emb).sum(1)
 
 
-class CosineSimilarity(DotProductSimilarity, *twin("distances", "CosineSimilarity")):  # type: ignore[misc]
+@joins("distances.cosine_similarity", "CosineSimilarity")
+class CosineSimilarity(DotProductSimilarity):
     """Cosines."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(normalize_embeddings=True, **keywords)
 
 
-class LpDistance(BaseDistance, *twin("distances", "LpDistance")):  # type: ignore[misc]
+@joins("distances.lp_distance", "LpDistance")
+class LpDistance(BaseDistance):
     """p-norms of differences; ``p=2`` are Euclidean distances, with ``power=2`` squared ones."""
 
     def __init__(self, **keywords: Any) -> None:
@@ -170,7 +175,8 @@ class LpDistance(BaseDistance, *twin("distances", "LpDistance")):  # type: ignor
         return nn.functional.pairwise_distance(query_emb, ref_emb, p=self.p)
 
 
-class SNRDistance(BaseDistance, *twin("distances", "SNRDistance")):  # type: ignore[misc]
+@joins("distances.snr_distance", "SNRDistance")
+class SNRDistance(BaseDistance):
     """Noise-to-signal ratio, Yuan et al. 2019: var(x-y) / var(x), x the query."""
 
     def __init__(self, **keywords: Any) -> None:

@@ -23,7 +23,7 @@ Indices = tuple[Tensor, ...]
 STRATEGIES = ("easy", "hard", "semihard", "all")
 
 
-@joins("pytorch_metric_learning.miners.base_miner", "BaseMiner")
+@joins("miners.base_miner", "BaseMiner")
 class Miner(nn.Module):
     """Base of all miners.
 

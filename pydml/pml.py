@@ -1,4 +1,4 @@
-"""PML's base classes as bases of ours, without importing PML, which takes as long to import as torch.
+"""PML's classes as bases of ours, without importing PML, which takes as long to import as torch.
 
 PML's wrappers (``DistributedLossWrapper``, ``DistributedMinerWrapper``) ask with ``isinstance`` whether they are given
 a loss or a miner of PML's. Whoever has such a wrapper has imported PML, so it is early enough to join the classes then.
@@ -13,6 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TypeVar
 
+from torch import nn
+
 Ours = TypeVar("Ours", bound=type)
 
 #: Modules of PML that are not imported yet -> class of theirs, class of ours.
@@ -20,16 +22,24 @@ _waiting: dict[str, tuple[str, type]] = {}
 
 
 def joins(module: str, name: str) -> Callable[[Ours], Ours]:
-    """Give a class the base ``name`` of PML's ``module`` as soon as PML is imported; now, if it is already."""
+    """Make PML's class ``name`` of ``pytorch_metric_learning.<module>`` a base of ours, now or once PML is imported.
+
+    The last base, so that what ours inherits from our own classes stays as it is.
+    """
+    where = f"pytorch_metric_learning.{module}"
 
     def decorate(ours: Ours) -> Ours:
-        if module in sys.modules:
-            ours.__bases__ = (getattr(sys.modules[module], name),)
+        if where in sys.modules:
+            _join(ours, getattr(sys.modules[where], name))
         else:
-            _waiting[module] = name, ours
+            _waiting[where] = name, ours
         return ours
 
     return decorate
+
+
+def _join(ours: type, theirs: type) -> None:
+    ours.__bases__ = (*(base for base in ours.__bases__ if base is not nn.Module), theirs)
 
 
 class _Join(MetaPathFinder):
@@ -52,7 +62,7 @@ def _join_after(loader: Loader, name: str, ours: type) -> None:
 
     def exec_module(module: ModuleType) -> None:
         run(module)
-        ours.__bases__ = (getattr(module, name),)
+        _join(ours, getattr(module, name))
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
 from torch import nn
 
@@ -46,11 +44,3 @@ class WithRecords(nn.Module):
         """Statistics are those of one call."""
         for name in self.__dict__.get("_record_these_stats", []):
             setattr(self, name, 0)
-
-
-def twin(module: str, name: str) -> tuple[Any, ...]:
-    """PML's class of that name as a base of ours, so that PML's isinstance checks accept ours; none without PML."""
-    try:
-        return (getattr(import_module(f"pytorch_metric_learning.{module}"), name),)
-    except ImportError:
-        return ()

@@ -90,7 +90,8 @@ def _loss(name: str, arguments: Mapping[str, Any] | None = None, columns: str = 
         kind = z.device, z.dtype, z.shape[1]
         loss_fn = modules[kind] = modules.get(kind) or _module(name, z, arguments or {})
         rows = z.detach().clone().requires_grad_()
-        leaves, more = {"embeddings": rows, **dict(loss_fn.named_parameters())}, {}
+        leaves: dict[str, Tensor] = {"embeddings": rows, **dict(loss_fn.named_parameters())}
+        more: dict[str, Any] = {}
         if columns == "reference":
             leaves["reference"] = z.flip(0).detach().clone().requires_grad_()
             more = {"ref_emb": leaves["reference"], "ref_labels": labels.flip(0)}

@@ -41,5 +41,7 @@ from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
 assert all(issubclass(loss, BaseMetricLossFunction) for loss in pydml.losses.LOSSES.values())
 assert isinstance(pydml.miners.MultiSimilarityMiner(), BaseMiner)
+from pytorch_metric_learning import distances
+assert all(issubclass(getattr(pydml.distances, n), getattr(distances, n)) for n in ("LpDistance", "CosineSimilarity"))
 """
     python(program)

@@ -59,7 +59,7 @@ def _distance(distance: Any, allowed: tuple[str, ...], normalize: bool) -> tuple
     return name, bool(distance.normalize_embeddings) and normalize
 
 
-@joins("pytorch_metric_learning.losses.base_metric_loss_function", "BaseMetricLossFunction")
+@joins("losses.base_metric_loss_function", "BaseMetricLossFunction")
 class MetricLoss(nn.Module):
     """Base of all losses."""
 
