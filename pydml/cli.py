@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "embed": ("write the embeddings of a checkpoint as .npy", "pydml.train.commands", "embed"),
     "eval": ("Recall@K, MAP@R and R-precision of a checkpoint", "pydml.train.commands", "evaluate_command"),
     "info": ("print versions, compile flags, CPU features, threads and backends", "pydml.info", "main"),
+    "presets": ("settings of the losses by name: all, those of a word, or one whole", "pydml.preset_list", "main"),
     "report": ("figures of training runs, and one page of them", "pydml.report", "main"),
     "selftest": ("check every backend against the reference, and time them", "pydml.selftest", "main"),
     "train": ("train a retrieval model: logs, checkpoints, validation", "pydml.train.commands", "train"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -313,9 +314,9 @@ for _order, _suffix, _equation in ((1, "", 1), (2, "-2nd", 16)):
 for _system, _negative in (("ephn", "hard"), ("epshn", "semihard")):
     _add(
         f"{_system}/official", "extreme_triplet", "code",
-        "The authors' easy-positive code: T=0.1. It also drops positives with S > 0.9999 and anchors whose best "
-        "positive or negative has S <= 0; here neither is done.",
-        _EXTREME, positive="easy", negative=_negative, order=1, temperature=0.1,
+        "The authors' easy-positive code: T=0.1; positives with S > 0.9999 are left out, and so are anchors whose best "
+        "positive or negative has S <= 0. Without any anchor it is NaN there, 0 here.",
+        _EXTREME, positive="easy", negative=_negative, order=1, temperature=0.1, official=True,
     )  # fmt: skip
 
 # FastAP
@@ -340,6 +341,7 @@ _add(
 for _system, _balanced in (("dro-topk", False), ("dro-topk-pn", True)):
     _name = "DRO-TopK-PN" if _balanced else "DRO-TopK"
     _options: dict[str, Any] = {"margin": 0.2, "threshold": 0.5, "balanced": _balanced}
+    _matched = " With fewer positive pairs than K it takes as many negative ones, here too." if _balanced else ""
     _add(
         f"{_system}/paper", "dro_topk", "paper",
         f"{_name}_M of Qi et al. 2020, section 3.2, with K=2B of section 4.2 at B=80; K is tuned over 160, 200, 240, "
@@ -355,14 +357,14 @@ for _system, _balanced in (("dro-topk", False), ("dro-topk-pn", True)):
     _add(
         f"{_system}/official", "dro_topk", "code",
         f"The authors' scripts for {_name}_M: K=80 there is 4K ordered, so 2K=160 unordered pairs. Zero losses count "
-        "in the mean, as here; the paper would leave them out.",
-        _DRO, k=160, base_loss="margin", **_options,
+        "in the mean, as here; the paper would leave them out." + _matched,
+        _DRO, k=160, base_loss="margin", **_options, matched=_balanced,
     )  # fmt: skip
     _add(
         f"{_system}/official-binomial", "dro_topk", "code",
         f"The authors' scripts for {_name}_B, whose α and β the paper does not print. They multiply by 2/α and 2/β: "
-        "their value is twice this one.",
-        _DRO, k=160, base_loss="binomial", alpha=2, beta=40, threshold=0.5, balanced=_balanced,
+        "their value is twice this one." + _matched,
+        _DRO, k=160, base_loss="binomial", alpha=2, beta=40, threshold=0.5, balanced=_balanced, matched=_balanced,
     )  # fmt: skip
 _add(
     "dro-kl/paper", "dro_kl", "paper",
@@ -475,6 +477,28 @@ def presets() -> dict[str, Preset]:
     return dict(_PRESETS)
 
 
+def near_presets(name: str, most: int = 8) -> list[str]:
+    """Names of presets like a misspelt one, the likest first; losses go by the names of their classes too.
+
+    >>> near_presets("MultiSimilarity/papr", most=1), near_presets("proxy_ancor", most=1)
+    (['ms/paper'], ['proxy-anchor/paper'])
+    """
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9/.]" if "/" in name else r"[^a-z0-9.]", "", text.lower())
+
+    def likeness(other: str) -> float:
+        system, _, where = other.partition("/")
+        systems = system, _PRESETS[other].loss.__name__.removesuffix("Loss")
+        spellings = [f"{known}/{where}" for known in systems] + ([] if "/" in name else [*systems])
+        return max(difflib.SequenceMatcher(None, plain(name), plain(known)).ratio() for known in spellings)
+
+    score = {other: likeness(other) for other in _PRESETS}
+    order = sorted(_PRESETS, key=lambda other: -score[other])
+    like = [other for other in order if score[other] >= 0.6] or order[:3]
+    return like[:most]
+
+
 def preset(name: str, **overrides: Any) -> MetricLoss:
     """The loss of a preset.
 
@@ -495,10 +519,8 @@ reduction='mean')
     torch.Size([100, 64])
     """
     if name not in _PRESETS:
-        near = difflib.get_close_matches(name, _PRESETS, n=5, cutoff=0.6)
-        near += [other for other in _PRESETS if other.startswith(name.partition("/")[0]) and other not in near]
-        like = f"; near matches: {', '.join(map(repr, near[:8]))}" if near else ""
-        raise ValueError(f"preset: got {name!r}, wanted one of the names of presets(){like}")
+        near = ", ".join(map(repr, near_presets(name)))
+        raise ValueError(f"preset: got {name!r}, wanted one of the names of presets(); near matches: {near}")
     chosen = _PRESETS[name]
     missing = [argument for argument in chosen.required if argument not in overrides]
     if missing:

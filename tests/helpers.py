@@ -197,6 +197,11 @@ def _cases() -> list[Case]:
 
 
 CASES = _cases()
+#: Variants that the authors' code has, where they are another path: for the tests of such paths.
+OFFICIAL = [
+    Case("extreme_triplet-official", "extreme_triplet", {"negative": "semihard", "official": True}),
+    Case("dro_topk-matched", "dro_topk", {"k": 160, "balanced": True, "matched": True}),
+]
 DEFAULTS = [case for case in CASES if case.id == case.loss]
 assert [case.loss for case in DEFAULTS] == list(LOSSES), "a loss of the registry has no case here"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import CASES, DEFAULTS, Case, Result, assert_close, assert_same, make_batch, over, run
+from helpers import CASES, DEFAULTS, OFFICIAL, Case, Result, assert_close, assert_same, make_batch, over, run
 from ranks import ranks
 from torch import Tensor
 
@@ -77,6 +77,12 @@ def check(size: int, case: Case, z: Tensor, labels: Tensor, rtol: float, floor: 
 def test_every_loss_equals_one_process(case: Case, mode: str, size: int) -> None:
     z, labels = make_batch("trained", 29, DIM, CLASSES)
     check(size, case, z, labels, RTOL[torch.float64], mode=mode)
+
+
+@in_both_modes
+@over(OFFICIAL)
+def test_what_the_authors_code_does_equals_one_process(case: Case, mode: str) -> None:
+    check(3, case, *make_batch("trained", 29, DIM, CLASSES), RTOL[torch.float64], mode=mode)
 
 
 @in_both_modes

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import pydml
+from pydml.cli import main
 from pydml.losses import LOSSES, ProxyLoss
-from pydml.presets import Source, mean_squared_norm, preset, presets
+from pydml.presets import Source, mean_squared_norm, near_presets, preset, presets
 
 ALL = presets()
 SIZES = {"num_classes": 6, "embedding_size": 8}
@@ -78,7 +79,7 @@ def test_every_loss_has_a_preset() -> None:
         ("binomial/code", {"alpha": 2, "beta": 40, "base": 0.5}),
         ("triplet/thesis", {"margin": 0.1, "triplets": "semihard", "distance": "cosine"}),
         ("ephn/paper", {"positive": "easy", "negative": "hard", "order": 1, "temperature": 1}),
-        ("ephn/official", {"order": 1, "temperature": 0.1}),
+        ("ephn/official", {"order": 1, "temperature": 0.1, "official": True}),
         ("epshn-2nd/paper", {"negative": "semihard", "order": 2, "temperature": 1}),
         ("fastap/official", {"num_bins": 10}),
         ("dro-topk/paper", {"k": 160, "margin": 0.2, "threshold": 0.5, "balanced": False}),
@@ -139,11 +140,51 @@ def test_proxy_presets_say_what_they_need(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("ms/papr", "'ms/paper'"), ("soft", "'soft-triple/official'"), ("fast_ap/official", "'fastap/official'")],
+    [
+        ("ms/papr", "'ms/paper'"),
+        ("soft", "'soft-triple/official'"),
+        ("fast_ap/official", "'fastap/official'"),
+        ("MultiSimilarity/paper", "'ms/paper'"),
+        ("multi_similarity", "'ms/paper'"),
+        ("TripletMarginLoss", "'triplet/thesis'"),
+        ("ms_paper", "'ms/paper'"),
+    ],
 )
-def test_unknown_names_list_near_matches(name: str, near: str) -> None:
-    with pytest.raises(ValueError, match=rf"preset: got '{name}', wanted .*near matches: .*{near}"):
+def test_unknown_names_name_the_likest_first(name: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"preset: got '{name}', wanted .*near matches: {near}"):
         preset(name)
+
+
+def test_one_wrong_letter_still_finds_the_preset() -> None:
+    for name in ALL:
+        at = len(name) // 2
+        for wrong in (name[:at] + name[at + 1 :], name[:at] + "x" + name[at:]):
+            assert name in near_presets(wrong), wrong
+
+
+def test_a_name_like_none_still_gets_an_answer() -> None:
+    assert len(near_presets("zzz")) == 3
+
+
+def test_the_command_lists_presets_those_of_a_word_and_one_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [[name, one.loss.__name__] for name, one in ALL.items()]
+    assert all(line.endswith(one.note) for line, one in zip(lines, ALL.values(), strict=True))
+    for word in ("ephn", "multisimilarity"):
+        assert main(["presets", word]) == 0
+        names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+        assert names == [n for n, one in ALL.items() if word in n or word in one.loss.__name__.lower()] != []
+    assert main(["presets", "proxy-anchor/paper"]) == 0
+    whole = capsys.readouterr().out
+    chosen = ALL["proxy-anchor/paper"]
+    for words in (chosen.note, "margin=0.1, alpha=32", "num_classes=…, embedding_size=…", chosen.recipe["parameters"]):
+        assert words in whole
+
+
+def test_the_command_says_what_is_near_an_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["presets", "ms/papr"]) == 2
+    assert "got 'ms/papr', wanted a preset or a part of one; near matches: ms/paper" in capsys.readouterr().err
 
 
 def test_presets_cannot_be_changed() -> None:

@@ -239,6 +239,17 @@ class ShardedBatch(Batch):
         second = self._search([Search("negatives", largest=True, below=bound)])
         return p, second[:, 1].long()
 
+    def extremes_up_to(self, limit: float, semihard: bool) -> tuple[Tensor, Tensor]:
+        above = torch.full((self.size[0],), limit, dtype=self.dtype, device=self.embeddings.device)
+        best, hardest = Search("positives", largest=True, below=_next(above)), Search("negatives", largest=True)
+        if not semihard:
+            both = self._search([best, hardest])
+            return both[:, 1].long(), both[:, 3].long()
+        first = self._search([best])
+        u, p = first[:, 0].to(self.dtype), first[:, 1].long()
+        bound = torch.where(p < 0, -torch.inf, _next(u))
+        return p, self._search([Search("negatives", largest=True, below=bound)])[:, 1].long()
+
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
         """See :meth:`Batch.topk`. Every rank proposes the k largest of its own pairs; the best of all are taken."""
         shards, sides, loss = self._shards, self._sides(), POLICIES[policy](*params)
@@ -350,3 +361,8 @@ class ShardedBatch(Batch):
     def over_classes(self, value: Tensor) -> Tensor:
         shards = self._shards
         return value if shards.class_sizes is None else sum_over_ranks(value, shards.group, "a sum over classes")
+
+
+def _next(x: Tensor) -> Tensor:
+    """The next number: u < it says u ≤ x."""
+    return torch.nextafter(x, torch.full_like(x, torch.inf))

@@ -12,6 +12,7 @@ from torch import Tensor
 from pydml import ops
 from pydml.policy import POLICIES, LogSumExp
 from pydml.sums import add_at
+from pydml.tiled import select as tiled_select
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -205,6 +206,15 @@ class Batch:
         """Column [B] of the easy, hard or semi-hard positive and negative of each row; -1 where there is none."""
         p, n = ops.extremes(*self.matrix(), positive, negative, self.view, self.normalize, self.backend)
         return p, n
+
+    def extremes_up_to(self, limit: float, semihard: bool) -> tuple[Tensor, Tensor]:
+        """The most similar positive with u ≤ limit, and the most similar negative, ``semihard``: up to that positive.
+
+        In blocks of rows on every backend: no engine has such a selection.
+        """
+        selves = self.self_columns() if self.has_selves and self.ref is not None else None
+        with torch.no_grad():
+            return tiled_select.extremes_up_to(*self.matrix(), limit, semihard, self.view, self.normalize, selves)
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
         """The k pairs (i, j) of largest loss on one side or on «all»; -1 beyond the last."""

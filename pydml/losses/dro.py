@@ -51,6 +51,9 @@ class DROTopKLoss(_DROLoss):
 
     ``balanced`` (TopK-PN): the k/2 largest of the positives and the k/2 largest of the negatives. Fewer pairs than
     asked for: all of them, divided by their number. Ties go to the smaller (i, j).
+
+    ``matched``, with ``balanced``: where there are fewer positives than k/2, as many negatives as positives, as the
+    authors' code does (which stops with an error where the negatives are fewer still).
     """
 
     over_anchors = False
@@ -66,6 +69,7 @@ class DROTopKLoss(_DROLoss):
         alpha: float = 2,
         beta: float = 50,
         balanced: bool = False,
+        matched: bool = False,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**common)
@@ -74,6 +78,9 @@ class DROTopKLoss(_DROLoss):
         self.balanced = checks.flag("balanced", balanced)
         if balanced and k % 2:
             raise ValueError(f"k: got {k} with balanced=True, wanted an even number")
+        self.matched = checks.flag("matched", matched)
+        if matched and not balanced:
+            raise ValueError("matched: got True with balanced=False, wanted both: it is about the two sides")
 
     def fused(self, batch: Batch) -> Tensor:
         policy, params = self.policy(1.0, 1.0)
@@ -85,7 +92,11 @@ class DROTopKLoss(_DROLoss):
         sides = ("positives", "negatives") if self.balanced else ("all",)
         chosen = [batch.topk(policy, params, k, side) for side in sides]
         i, j = (torch.cat(part) for part in zip(*chosen, strict=True))
-        real, i, j = i >= 0, i.clamp_min(0), j.clamp_min(0)
+        real = i >= 0
+        if self.matched:  # the largest losses come first on each side
+            positives = batch.positives().sum() // (2 if batch.ref is None else 1)
+            real = real & (torch.arange(len(i), device=i.device) - k < positives)
+        i, j = torch.where(real, i, 0), torch.where(real, j, 0)
         assert batch.ref_labels is not None
         same = batch.known_labels()[i] == batch.ref_labels[j]
         losses = self.pair_loss(batch.dots(i, j), same)
@@ -97,8 +108,11 @@ class DROTopKLoss(_DROLoss):
             pairs = pairs.triu(1)
         losses = self.pair_loss(batch.S, batch.same)
         sides = (batch.same & pairs, batch.diff & pairs) if self.balanced else (pairs,)
-        k = self.k // len(sides)
-        chosen = torch.cat([losses[side].sort(descending=True, stable=True).values[:k] for side in sides])
+        k = [self.k // len(sides)] * len(sides)
+        if self.matched:
+            k[1] = min(k[1], int(sides[0].sum()))
+        falling = [losses[side].sort(descending=True, stable=True).values for side in sides]
+        chosen = torch.cat([values[:most] for values, most in zip(falling, k, strict=True)])
         return chosen.sum() / max(len(chosen), 1)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
@@ -26,7 +28,14 @@ class ExtremeTripletLoss(MetricLoss):
         ``"hard"``: the most similar negative, ``"semihard"``: the most similar below S_ap, ``"easy"``: the least.
     order, temperature
         1 or 2; T (0.1 in the authors' code, 1 in the paper).
+    official
+        What the authors' code does beside the formula: a positive with S > 0.9999 is a duplicate and is not looked at,
+        an anchor counts only if S_ap > 0 and S_an > 0, and a semi-hard negative may have S_an = S_ap. Only with
+        ``positive="easy"`` and a hard or semi-hard negative. Selected by blocks of rows in PyTorch, not by an engine.
     """
+
+    #: Positives above this similarity are duplicates to the authors' code.
+    DUPLICATE: ClassVar[float] = 0.9999
 
     takes_tuple = False
     formula = "softplus((S_an-S_ap)/T) or softplus((½S_an²-S_ap+½S_ap²)/T)"
@@ -38,6 +47,7 @@ class ExtremeTripletLoss(MetricLoss):
         negative: str = "hard",
         order: int = 1,
         temperature: float = 0.1,
+        official: bool = False,
         **common: Unpack[Common],
     ) -> None:
         super().__init__(**common)
@@ -45,29 +55,46 @@ class ExtremeTripletLoss(MetricLoss):
         self.negative = checks.choice("negative", negative, ("hard", "semihard", "easy"))
         self.order = checks.choice("order", checks.integer("order", order, least=1), (1, 2))
         self.temperature = checks.number("temperature", temperature, above=0)
+        self.official = checks.flag("official", official)
+        if official and (positive != "easy" or negative == "easy"):
+            raise ValueError(
+                f"official: got True with positive={positive!r}, negative={negative!r}, wanted 'easy' with 'hard' or "
+                "'semihard': the authors' code has no others"
+            )
 
     def _loss(self, s_ap: Tensor, s_an: Tensor) -> Tensor:
         if self.order == 1:
             return softplus((s_an - s_ap) / self.temperature)
         return softplus((0.5 * s_an * s_an - s_ap + 0.5 * s_ap * s_ap) / self.temperature)
 
+    def _counted(self, s_ap: Tensor, s_an: Tensor, found: Tensor) -> Tensor:
+        """Anchors that the mean is over."""
+        return found & (s_ap > 0) & (s_an > 0) if self.official else found
+
     def fused(self, batch: Batch) -> Tensor:
-        p, n = batch.extremes(self.positive, self.negative)
+        if self.official:
+            p, n = batch.extremes_up_to(self.DUPLICATE, self.negative == "semihard")
+        else:
+            p, n = batch.extremes(self.positive, self.negative)
         a = torch.arange(len(p), device=p.device)
-        values = self._loss(batch.dots(a, p.clamp_min(0)), batch.dots(a, n.clamp_min(0)))
-        return self.reduce(values, ((p >= 0) & (n >= 0)) | values.isnan())
+        s_ap, s_an = batch.dots(a, p.clamp_min(0)), batch.dots(a, n.clamp_min(0))
+        values = self._loss(s_ap, s_an)
+        return self.reduce(values, self._counted(s_ap, s_an, (p >= 0) & (n >= 0)) | values.isnan())
 
     def dense(self, batch: Dense) -> Tensor:
         s, same, diff = batch.S, batch.same, batch.diff
         a = torch.arange(len(s), device=s.device)
+        if self.official:
+            same = same & (s <= self.DUPLICATE)
         if self.positive == "easy":
             p = s.masked_fill(~same, -torch.inf).argmax(1)
         else:
             p = s.masked_fill(~same, torch.inf).argmin(1)
         if self.negative == "semihard":
-            diff = diff & (s < s[a, p][:, None])
+            diff = diff & ((s <= s[a, p][:, None]) if self.official else (s < s[a, p][:, None]))
         if self.negative == "easy":
             n = s.masked_fill(~diff, torch.inf).argmin(1)
         else:
             n = s.masked_fill(~diff, -torch.inf).argmax(1)
-        return self.reduce(self._loss(s[a, p], s[a, n]), same.any(1) & diff.any(1))
+        s_ap, s_an = s[a, p], s[a, n]
+        return self.reduce(self._loss(s_ap, s_an), self._counted(s_ap, s_an, same.any(1) & diff.any(1)))

@@ -53,6 +53,27 @@ def extremes(
     return p, n
 
 
+def extremes_up_to(
+    rows: Tensor,
+    cols: Tensor | None,
+    row_labels: Tensor,
+    col_labels: Tensor | None,
+    limit: float,
+    semihard: bool,
+    view: str,
+    normalize: bool,
+    selves: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The most similar positive with u ≤ limit and the most similar negative, semi-hard: with u ≤ that positive's."""
+    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
+    p, n = row_labels.new_full((len(rows),), -1), row_labels.new_full((len(rows),), -1)
+    for tile in m.tiles():
+        p[tile.rows] = best = _extreme(tile.u, tile.same & (tile.u <= limit), largest=True)
+        member = tile.diff & (tile.u <= _at(tile.u, best, -torch.inf)) if semihard else tile.diff
+        n[tile.rows] = _extreme(tile.u, member, largest=True)
+    return p, n
+
+
 def topk(
     rows: Tensor,
     cols: Tensor | None,
