@@ -14,7 +14,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="pydml presets", description="Settings of losses by name: all of them, those of a word, or one whole."
     )
-    parser.add_argument("name", nargs="?", default="", help="a preset (ms/paper), or part of a name or of a loss' class")
+    parser.add_argument("name", nargs="?", default="", help="a preset (ms/paper), or part of a name or of a class")
     name: str = parser.parse_args(argv).name
     every = presets()
     if name in every:

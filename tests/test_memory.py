@@ -187,7 +187,8 @@ def check_global(case: Case, loss_fn: Any, got: Result, z: Tensor, y: Tensor, qu
             falling, k = [values[side].sort(descending=True).values for side in sides], loss_fn.k // len(sides)
             most = [k, min(k, len(falling[0])) if loss_fn.matched else k]
             loss = torch.cat([side[:k] for side, k in zip(falling, most, strict=False)]).mean()
-            tied = any(side[k - 1] - side[k] < 1e-9 for side, k in zip(falling, most, strict=False) if len(side) > k > 0)
+            pairs_of = zip(falling, most, strict=False)
+            tied = any(side[k - 1] - side[k] < 1e-9 for side, k in pairs_of if len(side) > k > 0)
     loss.backward()
     assert leaf.grad is not None
     assert_close(got.loss, loss, 1e-9)
