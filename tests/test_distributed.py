@@ -155,12 +155,25 @@ def test_labels_split_in_any_way(labels: str, case: Case) -> None:
 
 
 @in_both_modes
-@over(DEFAULTS)
-def test_nan_on_one_rank_is_nan_on_all(case: Case, mode: str) -> None:
+@over([*DEFAULTS, *OFFICIAL])
+def test_nan_on_any_rank_is_nan_on_all(case: Case, mode: str) -> None:
+    for row in (3, 20):  # of the first rank, and of the last
+        z, labels = make_batch("trained", 29, DIM, CLASSES)
+        z[row, 2] = torch.nan
+        answers = ranks(3)(sharded, case, z, labels, {"mode": mode})
+        for answer in answers:
+            assert np.isnan(answer["loss"]), row
+            if not case.proxy and len(answer["embeddings"]):  # with proxies the rows of other ranks do not count
+                assert np.isnan(answer["embeddings"]).any(), row
+
+
+@over([*DEFAULTS, *OFFICIAL], lambda case: case.takes_ref)
+def test_nan_in_a_part_of_the_reference_set_is_nan_on_all(case: Case) -> None:
     z, labels = make_batch("trained", 29, DIM, CLASSES)
-    z[3, 2] = torch.nan
-    answers = ranks(3)(sharded, case, z, labels, {"mode": mode})
-    assert all(np.isnan(answer["loss"]) for answer in answers)
+    ref, ref_labels = make_batch("trained", 23, DIM, CLASSES, seed=1)
+    ref[20, 0] = torch.nan
+    options = {"mode": "ring", "ref": (ref, ref_labels, [4, 19, 0])}
+    assert all(np.isnan(answer["loss"]) for answer in ranks(3)(sharded, case, z, labels, options))
 
 
 @in_both_modes

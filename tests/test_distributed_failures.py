@@ -72,6 +72,30 @@ def test_a_mistake_on_one_rank_is_told_on_all_and_the_group_goes_on(which: str) 
     assert ranks(3)(healthy) == [6.0] * 3
 
 
+def other_parameters(rank: int, size: int, which: str) -> None:
+    """The last rank makes its loss otherwise."""
+    last = rank == size - 1
+    loss_fn = ProxyAnchorLoss(3 if last and which == "classes" else 4, 8)
+    if last and which == "dtype":
+        loss_fn.double()
+    if last and which == "none":
+        ShardedLoss(ContrastiveLoss())
+    ShardedLoss(loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("which", "last"),
+    [("classes", "[3, 8] of torch.float32"), ("dtype", "[4, 8] of torch.float64"), ("none", "none")],
+)
+def test_other_parameters_on_one_rank_are_told_on_all_before_they_are_copied(which: str, last: str) -> None:
+    ours = "[4, 8] of torch.float32"
+    for answer in ranks(3).answers(other_parameters, which):
+        assert isinstance(answer, RuntimeError), f"{which}: a rank went on with {answer!r}"
+        want = f"parameters proxies: {ours} on rank 0, {ours} on rank 1, {last} on rank 2; wanted the same shape and"
+        assert want in answer.args[0]
+    assert ranks(3)(healthy) == [6.0] * 3
+
+
 def ready(rank: int, size: int) -> None:
     """Nothing, but the rank has imported this file then."""
 

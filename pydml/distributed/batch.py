@@ -88,7 +88,7 @@ class ShardedBatch(Batch):
         wrong = sum((~torch.isfinite(t)).sum() for t in (self.embeddings, self.ref) if t is not None)
         assert isinstance(wrong, Tensor)
         everywhere = self._shards.group.all_reduce(wrong, "numbers that are not finite")
-        return torch.where(everywhere == 0, value, torch.nan)
+        return value * torch.where(everywhere == 0, 1.0, torch.nan).to(value.dtype)  # NaN in the gradients too
 
     def zero(self) -> Tensor:
         return sum_over_ranks(super().zero(), self._shards.group, "zeros")
@@ -291,7 +291,8 @@ class ShardedBatch(Batch):
         u = ops.dots(self.rows, cols, i[mine] - shards.own.start, at, self.view, self.normalize, self.backend)
         numbers = torch.bincount(owner, minlength=shards.group.size).tolist()
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return gather_rows(u, shards.group, numbers, "similarities of chosen pairs")[place]
+        # A NaN on a rank that owns none of these pairs must not stay unseen: nothing compares as larger than it.
+        return self.nan(gather_rows(u, shards.group, numbers, "similarities of chosen pairs")[place])
 
     def stats_between(self, i: Tensor, j: Tensor, policy: str, params: list[float], col_field: Tensor) -> Tensor:
         shards, group, start = self._shards, self._shards.group, self._shards.own.start

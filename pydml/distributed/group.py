@@ -5,7 +5,7 @@ Everything goes through ``torch.distributed`` (gloo, NCCL). Without a process gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,6 +154,26 @@ def compare(table: list[list[int]], rules: Rules) -> None:
         if len({*values}) > 1:
             given = ", ".join(f"{say(value)} on rank {rank}" for rank, value in enumerate(values))
             raise ValueError(f"{argument}: got different {what}: {given}; wanted the same on all ranks")
+
+
+def same_parameters(group: Group, parameters: Mapping[str, Tensor]) -> None:
+    """Raise, on all ranks alike, where names, shapes or dtypes of parameters are not those of the first rank.
+
+    A broadcast of tensors that differ ends a process, or leaves bytes of one dtype to be read as another.
+    """
+    if group.size == 1:
+        return
+    told: list[dict[str, str]] = [{} for _ in range(group.size)]
+    mine = {name: f"{list(x.shape)} of {x.dtype}" for name, x in parameters.items()}
+    with group._reported("compare the parameters of the loss"):
+        dist.all_gather_object(told, mine, group=group.group)
+    for name in dict.fromkeys(name for one in told for name in one):
+        given = [one.get(name, "none") for one in told]
+        if len({*given}) > 1:
+            words = ", ".join(f"{what} on rank {rank}" for rank, what in enumerate(given))
+            raise ValueError(
+                f"loss: got different parameters {name}: {words}; wanted the same shape and dtype everywhere"
+            )
 
 
 def gather_batch(group: Group, embeddings: Any, labels: Any) -> tuple[Tensor, Tensor, list[int]]:

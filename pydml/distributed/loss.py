@@ -12,7 +12,7 @@ from pydml import checks
 from pydml.backends import resolve
 from pydml.distributed.batch import ShardedBatch, Shards
 from pydml.distributed.functions import gather_rows, scale_gradient
-from pydml.distributed.group import Group, Rules, compare, same_shapes
+from pydml.distributed.group import Group, Rules, compare, same_parameters, same_shapes
 from pydml.distributed.proxies import split_classes
 from pydml.losses.base import MetricLoss
 from pydml.losses.batch import Batch
@@ -61,6 +61,7 @@ class ShardedLoss(nn.Module):
         self.mode = checks.choice("mode", mode, ("ring", "gather"))
         self.ddp = checks.flag("ddp", ddp)
         self.group = Group(group)
+        same_parameters(self.group, dict(loss.named_parameters()))
         for name, parameter in loss.named_parameters():
             self.group.broadcast(parameter.data, name)
         self.class_sizes = split_classes(loss, self.group) if checks.flag("shard_proxies", shard_proxies) else None
