@@ -110,7 +110,7 @@ def _differentiable(
             for x, (shape, dtype, device) in zip(g, ctx.shapes, strict=False)
         ]
         want_rows, want_cols = ctx.needs_input_grad[0], inputs[1] is not None and ctx.needs_input_grad[1]
-        run = back if torch.is_grad_enabled() or _traced(inputs[0]) else _direct(f"{name}_backward")
+        run = back if torch.is_grad_enabled() or traced(inputs[0]) else _direct(f"{name}_backward")
         d_rows, d_cols = run(*given, *outputs, *inputs[:-1], want_rows, want_cols, inputs[-1])
         rest = [None] * (len(inputs) - 2)
         return (d_rows if want_rows else None, d_cols if want_cols else None, *rest)
@@ -132,7 +132,7 @@ def _differentiable(
     Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     def call(*arguments: Any) -> Any:
-        return op(*arguments) if _traced(arguments[0]) else Eager.apply(*arguments)  # type: ignore[no-untyped-call]
+        return op(*arguments) if traced(arguments[0]) else Eager.apply(*arguments)  # type: ignore[no-untyped-call]
 
     call._schema = op._schema  # type: ignore[attr-defined]
     return call
@@ -148,7 +148,7 @@ def _direct(name: str) -> Callable[..., Any]:
     return run
 
 
-def _traced(z: Tensor) -> bool:
+def traced(z: Tensor) -> bool:
     """Does anybody look on who needs to see the op: torch.compile, a fake or meta tensor, a dispatch mode?"""
     return (
         torch.compiler.is_compiling()

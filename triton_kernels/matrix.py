@@ -15,6 +15,7 @@ from torch.library import wrap_triton
 from torch.nn.functional import pad
 
 from pydml.backends import tf32
+from pydml.ops import traced
 from pydml.tiled import sides
 from pydml.triton_kernels import table
 
@@ -141,6 +142,10 @@ class Matrix:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel on the current stream of the tensors' device, in a way that torch.compile sees."""
+    """Run a kernel on the current stream of the tensors' device, in a way that torch.compile sees.
+
+    Only while somebody looks on: ``wrap_triton`` keeps the constants of every launch in a table of torch's, for ever.
+    """
+    seen = any(traced(t) for t in arguments if isinstance(t, Tensor))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        wrap_triton(kernel)[grid](*arguments, **constants)
+        (wrap_triton(kernel) if seen else kernel)[grid](*arguments, **constants)
