@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydml.tuples import is_distinct
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 
@@ -95,12 +97,13 @@ def within(name: str, index: Tensor, below: int, what: str) -> None:
     """All entries in [0, below). On a GPU and under torch.compile the device asserts it: no host sync."""
     if not len(index):
         return
-    ok = ((index >= 0) & (index < below)).all()
+    least, most = index.aminmax()
+    ok = (least >= 0) & (most < below)
     message = f"{name}: got entries outside [0, {below}), wanted {what}"
     if torch.compiler.is_compiling() or index.device.type != "cpu":
         torch._assert_async(ok, message)
     elif not ok:
-        raise ValueError(f"{message}; the range given is [{int(index.min())}, {int(index.max())}]")
+        raise ValueError(f"{message}; the range given is [{int(least)}, {int(most)}]")
 
 
 def indices_tuple(value: Any, rows: int, cols: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -108,6 +111,8 @@ def indices_tuple(value: Any, rows: int, cols: int, device: torch.device) -> tup
     if not isinstance(value, (tuple, list)) or len(value) not in (3, 4):
         got = f"{type(value).__name__} of length {len(value)}" if hasattr(value, "__len__") else type(value).__name__
         raise ValueError(f"indices_tuple: got {got}, wanted a tuple (a, p, n) or (a1, p, a2, n)")
+    if isinstance(value, tuple) and is_distinct(value, (rows, cols)) and value[0].device == device:
+        return value  # one of our own miners has made it
     names = ("a", "p", "n") if len(value) == 3 else ("a1", "p", "a2", "n")
     for name, index in zip(names, value, strict=True):
         if not isinstance(index, Tensor) or index.ndim != 1 or index.dtype not in INTEGERS:
@@ -116,7 +121,7 @@ def indices_tuple(value: Any, rows: int, cols: int, device: torch.device) -> tup
         if index.device != device:
             raise ValueError(f"indices_tuple: {name} is on {index.device}, wanted {device}, where the embeddings are")
         limit, what = (rows, "rows of the batch") if name.startswith("a") else (cols, "columns (batch or ref_emb)")
-        within(f"indices_tuple: {name}", index, limit, what)
+        within(f"indices_tuple: {name}", index.long(), limit, what)
     lengths = [len(index) for index in value]
     if len({*lengths}) > 1 if len(value) == 3 else lengths[0] != lengths[1] or lengths[2] != lengths[3]:
         raise ValueError(f"indices_tuple: got lengths {lengths}, wanted equal ones for {', '.join(names)}")

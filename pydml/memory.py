@@ -19,6 +19,7 @@ from pydml.losses.base import MetricLoss
 from pydml.losses.batch import Batch
 from pydml.losses.nca import NCALoss
 from pydml.policy import POLICIES, LogSumExp
+from pydml.tuples import Distinct, is_distinct
 
 __all__ = ["CrossBatchMemory"]
 
@@ -153,7 +154,10 @@ class CrossBatchMemory(nn.Module):
         else:
             found = kernel("tiled", "mined")(z.detach(), memory, y, labels, None, "dot", True)
         if selves is not None:
+            size = len(z), len(memory)
+            known = is_distinct(found, size)
             found = _without_selves(found, selves)
+            found = Distinct.of(found, size) if known else found  # a part of distinct pairs
         if more is None:
             return found
         sides = [Batch(z, y, memory, labels, tuple(part), "dot", True) for part in (found, more)]

@@ -16,6 +16,7 @@ from pydml.backends import resolve
 from pydml.losses.base import _distance
 from pydml.losses.batch import Batch, Dense
 from pydml.pml import joins
+from pydml.tuples import Distinct
 
 __all__ = ["BatchEasyHardMiner", "BatchHardMiner", "DistanceWeightedMiner", "Miner", "MultiSimilarityMiner"]
 
@@ -42,6 +43,8 @@ class Miner(nn.Module):
 
     #: Distances that the miner takes, the default first.
     distances: ClassVar[tuple[str, ...]] = ("euclidean", "cosine", "squared")
+    #: Does it never give a pair twice? Losses that count a pair once then need not look.
+    distinct: ClassVar[bool] = False
 
     def __init__(self, *, distance: Any = None, normalize_embeddings: bool = True) -> None:
         nn.Module.__init__(self)  # PML's own __init__ would build a distance module that we do not use
@@ -93,7 +96,7 @@ class Miner(nn.Module):
             self.num_triplets = len(found[0])
         else:
             self.num_pos_pairs, self.num_neg_pairs = len(found[0]), len(found[2])
-        return found
+        return Distinct.of(found, batch.size) if self.distinct and not torch.compiler.is_compiling() else found
 
     def _batch(self, embeddings: Any, labels: Any, ref_emb: Any, ref_labels: Any) -> Batch:
         """Check the arguments of a call."""
@@ -155,6 +158,7 @@ class MultiSimilarityMiner(Miner):
     """
 
     distances = ("cosine", "euclidean", "squared")
+    distinct = True
 
     def __init__(self, epsilon: float = 0.1, *, distance: Any = None, normalize_embeddings: bool = True) -> None:
         super().__init__(distance=distance, normalize_embeddings=normalize_embeddings)
@@ -195,6 +199,8 @@ class BatchEasyHardMiner(Miner):
     >>> [len(index) for index in miner(embeddings, labels)]
     [32, 32, 32, 32]
     """
+
+    distinct = True
 
     def __init__(
         self,

@@ -18,6 +18,8 @@ ENGINES = (
     "pair_backward",
     "dots",
     "dots_backward",
+    "listed",
+    "listed_backward",
     "histogram",
     "histogram_backward",
     "triplet",

@@ -191,6 +191,16 @@ dots = _differentiable(
     kept=0,
 )
 
+#: Row statistics [rows, K] of a policy over listed pairs, from their u and their anchors.
+listed = _differentiable(
+    "listed",
+    "Tensor pos, Tensor neg, Tensor a1, Tensor a2, Tensor? row_field, str policy, float[] params, int rows",
+    "Tensor",
+    lambda pos, neg, a1, a2, row_field, policy, params, rows, _: pos.new_empty((rows, len(POLICIES[policy].slots))),
+    grads=1,
+    kept=1,
+)
+
 
 def _fake_histogram(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, nodes: int, *rest: Any) -> Any:
     counts = rows.new_empty((rows.shape[0], nodes), dtype=compute_dtype(rows))

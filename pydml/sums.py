@@ -18,6 +18,14 @@ def add_at_(total: Tensor, index: Tensor, values: Tensor) -> Tensor:
     return total.index_add_(0, index, values)
 
 
+def segment_lse(term: Tensor, index: Tensor, size: int) -> Tensor:
+    """log Σ e^{term} of the terms of each index [size]; -inf where there are none."""
+    top = term.new_full((size,), -torch.inf).scatter_reduce(0, index, term.detach(), "amax")
+    top = top.clamp_min(torch.finfo(term.dtype).min)
+    total = add_at(torch.zeros_like(top), index, torch.exp(term - top[index]))
+    return torch.where(total == 0, -torch.inf, top + torch.log(torch.where(total == 0, 1, total)))
+
+
 def running_sum(x: Tensor) -> Tensor:
     """Cumulative sums along the last dimension.
 

@@ -1,8 +1,15 @@
-// Oriented similarities of listed pairs, and their gradient: what losses on chosen pairs are computed from.
+// Oriented similarities of listed pairs, and their gradient: what losses on chosen pairs are computed from. A short
+// list is visited pair by pair; a long one is read from, and written to, a matrix that is made tile by tile.
+#include <atomic>
+
 #include "cpu/engine.h"
 
 namespace pydml {
 namespace {
+
+// A list of at least 1 in so many of the matrix' pairs is long: a product makes 8 similarities in the time of a single
+// one, and in fp32 the matrix is then at most twice as large as the list, with its two int64 a pair.
+constexpr int64_t kLong = 8;
 
 // Rows in the order given: a list has no use for sorted labels.
 template <class R>
@@ -13,33 +20,170 @@ Matrix<R> unsorted(const Tensor& rows, const OptionalTensor& cols, Text view, bo
   return Matrix<R>(rows, cols, at::arange(rows.size(0), places), col_labels, {}, view_of(view), normalize);
 }
 
+struct List {
+  const Tensor ti, tj;
+  const int64_t *i, *j, n;
+  List(const Tensor& given_i, const Tensor& given_j, int64_t rows, int64_t cols)
+      : ti(given_i.contiguous()),
+        tj(given_j.contiguous()),
+        i(ti.const_data_ptr<int64_t>()),
+        j(tj.const_data_ptr<int64_t>()),
+        n(ti.numel()) {
+    TORCH_CHECK(tj.numel() == n, "j: got ", tj.numel(), " entries, wanted ", n, ", as many as i");
+    within("i", i, rows);
+    within("j", j, cols);
+  }
+  bool is_long(int64_t rows, int64_t cols) const { return n > 0 && n >= rows * cols / kLong; }
+
+ private:
+  void within(const char* name, const int64_t* index, int64_t below) const {
+    std::atomic<bool> ok = true;
+    at::parallel_for(0, n, 1 << 16, [&](int64_t begin, int64_t end) {
+      uint64_t wrong = 0;
+      for (int64_t e = begin; e < end; ++e) wrong |= uint64_t(index[e]) >= uint64_t(below);
+      if (wrong) ok = false;
+    });
+    TORCH_CHECK_INDEX(ok, name, ": got entries outside [0, ", below, ")");
+  }
+};
+
+template <class R>
+R similarity(const Matrix<R>& m, int64_t i, int64_t j, std::vector<R>& x, std::vector<R>& y) {
+  const R *a = m.row.row(i, x.data()), *b = m.col.row(j, y.data());
+  R d2 = 0, s = 0;
+  if (m.view != View::dot) m.k.squared_distance(a, b, m.d, &d2);
+  if (m.view == View::dot || m.view == View::cosine) m.k.dot(a, b, m.d, &s);
+  if (m.view == View::euclidean) return -std::sqrt(d2);
+  if (m.view == View::squared) return -d2;
+  return m.view == View::cosine && d2 < kNear<R> * (d2 + 2 * s) ? 1 - d2 / 2 : s;  // |x|²+|y|² = D²+2S
+}
+
+// out_ji = f(out_ji, in_ij) in squares that stay in the cache, for rows i and columns j < cols, or only for j > i.
+template <class R, class F>
+void transposed(const R* in, int64_t in_stride, R* out, int64_t out_stride, int rows, int cols, bool upper, F f) {
+  constexpr int side = 16;
+  for (int i0 = 0; i0 < rows; i0 += side)
+    for (int j0 = upper ? i0 : 0; j0 < cols; j0 += side)
+      for (int j = j0; j < std::min(j0 + side, cols); ++j)
+        for (int i = i0, end = std::min(i0 + side, upper ? std::min(rows, j) : rows); i < end; ++i)
+          out[j * out_stride + i] = f(out[j * out_stride + i], in[i * in_stride + j]);
+}
+
+// All similarities [rows, cols]; of a symmetric matrix half of the tiles are computed.
+template <class R>
+Tensor all_similarities(const Matrix<R>& m) {
+  const int64_t N = m.n_cols;
+  Tensor out = at::empty({m.n_rows, N}, m.row.x.options());
+  R* const u = out.data_ptr<R>();
+  auto work = m.workspaces();
+  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    m.tile(i0, ni, j0, nj, w);
+    for (int i = 0; i < ni; ++i) std::copy_n(w.u.data() + int64_t(i) * nj, nj, u + (i0 + i) * N + j0);
+    if (!m.symmetric) return;
+    transposed(w.u.data(), nj, u + j0 * N + i0, N, ni, nj, i0 == j0, [](R, R s) { return s; });
+    for (int i = 0; i0 == j0 && i < ni; ++i) u[(i0 + i) * N + i0 + i] = similarity(m, i0 + i, i0 + i, w.x, w.y);
+  });
+  return out;
+}
+
 template <class R>
 Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, const Tensor& j, Text view,
                bool normalize) {
   const Matrix<R> m = unsorted<R>(rows, cols, view, normalize);
-  const Tensor ci = i.contiguous(), cj = j.contiguous();
-  const int64_t *pi = ci.const_data_ptr<int64_t>(), *pj = cj.const_data_ptr<int64_t>(), n = i.size(0);
-  Tensor out = at::empty({n}, rows.options().dtype(type_of<R>()));
+  const List list(i, j, m.n_rows, m.n_cols);
+  Tensor out = at::empty({list.n}, rows.options().dtype(type_of<R>()));
   R* u = out.data_ptr<R>();
-  at::parallel_for(0, n, std::max<int64_t>(1, 16384 / m.d), [&](int64_t begin, int64_t end) {
-    std::vector<R> x(m.d), y(m.d);
-    for (int64_t e = begin; e < end; ++e) {
-      const R *a = m.row.row(pi[e], x.data()), *b = m.col.row(pj[e], y.data());
-      R d2 = 0, s = 0;
-      if (m.view != View::dot) m.k.squared_distance(a, b, m.d, &d2);
-      if (m.view == View::dot || m.view == View::cosine) m.k.dot(a, b, m.d, &s);
-      if (m.view == View::euclidean)
-        u[e] = -std::sqrt(d2);
-      else if (m.view == View::squared)
-        u[e] = -d2;
-      else if (m.view == View::cosine && d2 < kNear<R> * (d2 + 2 * s))  // |x|²+|y|² = D²+2S
-        u[e] = 1 - d2 / 2;
-      else
-        u[e] = s;
-    }
-  });
+  if (list.is_long(m.n_rows, m.n_cols)) {
+    const Tensor all = all_similarities(m);
+    const R* const from = all.const_data_ptr<R>();
+    at::parallel_for(0, list.n, 1 << 14, [&](int64_t begin, int64_t end) {
+      for (int64_t e = begin; e < end; ++e) u[e] = from[list.i[e] * m.n_cols + list.j[e]];
+    });
+  } else {
+    at::parallel_for(0, list.n, std::max<int64_t>(1, 16384 / m.d), [&](int64_t begin, int64_t end) {
+      std::vector<R> x(m.d), y(m.d);
+      for (int64_t e = begin; e < end; ++e) u[e] = similarity(m, list.i[e], list.j[e], x, y);
+    });
+  }
   if (!m.finite) out.fill_(std::numeric_limits<double>::quiet_NaN());
   return out;
+}
+
+// dL/du of all pairs [rows, cols]. Entries of one row are added by one thread, in the order of the list.
+template <class R>
+Tensor all_weights(const List& list, const R* g, int64_t rows, int64_t cols) {
+  Tensor out = at::zeros({rows, cols}, list.ti.options().dtype(type_of<R>()));
+  R* const w = out.data_ptr<R>();
+  const bool in_order = std::is_sorted(list.i, list.i + list.n);
+  const int64_t owners = at::get_num_threads();
+  parallel(owners, [&](int64_t owner, int64_t) {
+    const int64_t first = rows * owner / owners, last = rows * (owner + 1) / owners;
+    const int64_t *begin = list.i, *end = list.i + list.n;
+    if (in_order) begin = std::lower_bound(begin, end, first), end = std::lower_bound(begin, end, last);
+    for (int64_t e = begin - list.i; e < end - list.i; ++e)
+      if (list.i[e] >= first && list.i[e] < last) w[list.i[e] * cols + list.j[e]] += g[e];
+  });
+  return out;
+}
+
+template <class R>
+void add_all(Matrix<R>& m, const List& list, const R* g) {
+  const Tensor all = all_weights(list, g, m.n_rows, m.n_cols);
+  const R* const from = all.const_data_ptr<R>();
+  const int64_t N = m.n_cols;
+  const bool distance = m.view == View::euclidean || m.view == View::squared;
+  auto work = m.workspaces();
+  std::vector<std::vector<R>> folded(work.size(), std::vector<R>(m.T * m.col_block));
+  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    R* const weight = folded[worker].data();
+    for (int i = 0; i < ni; ++i) std::copy_n(from + (i0 + i) * N + j0, nj, weight + int64_t(i) * nj);
+    if (m.symmetric && i0 != j0)  // the pair (j, i) counts with (i, j)
+      transposed(from + j0 * N + i0, N, weight, nj, nj, ni, false, [](R a, R b) { return a + b; });
+    for (int i = 0; m.symmetric && i0 == j0 && i < ni; ++i) {
+      for (int j = 0; j < i; ++j) {
+        weight[int64_t(j) * nj + i] += weight[int64_t(i) * nj + j];
+        weight[int64_t(i) * nj + j] = 0;
+      }
+      if (distance) weight[int64_t(i) * nj + i] = 0;  // at D=0 the gradient is 0
+    }
+    if (std::all_of(weight, weight + int64_t(ni) * nj, [](R v) { return v == 0; })) return;
+    w.near.clear();
+    if (distance) m.tile(i0, ni, j0, nj, w);
+    m.keep(ni, nj, w);
+    std::copy_n(weight, int64_t(ni) * nj, w.u.data());
+    m.add_weights_sparsely(i0, ni, j0, nj, w);
+  });
+}
+
+// Every thread goes through the whole list and writes only the rows and columns that it owns, in the list's order.
+template <class R>
+void add_each(Matrix<R>& m, const List& list, const R* g, bool want_rows, bool want_cols) {
+  const int64_t owners = at::get_num_threads();
+  const bool distance = m.view == View::euclidean || m.view == View::squared;
+  parallel(owners, [&](int64_t owner, int64_t) {
+    std::vector<R> x(m.d), y(m.d), away(m.d);
+    const int64_t row0 = m.n_rows * owner / owners, row1 = m.n_rows * (owner + 1) / owners;
+    const int64_t col0 = m.n_cols * owner / owners, col1 = m.n_cols * (owner + 1) / owners;
+    for (int64_t e = 0; e < list.n; ++e) {
+      const int64_t i = list.i[e], j = list.j[e];
+      const bool own_row = want_rows && i >= row0 && i < row1, own_col = want_cols && j >= col0 && j < col1;
+      if ((!own_row && !own_col) || g[e] == 0) continue;
+      const R *a = m.row.row(i, x.data()), *b = m.col.row(j, y.data());
+      if (!distance) {
+        if (own_row) m.row.add_to_gradient(i, g[e], b);
+        if (own_col) m.col.add_to_gradient(j, g[e], a);
+        continue;
+      }
+      R d2;
+      m.k.squared_distance(a, b, m.d, &d2);
+      for (int64_t c = 0; c < m.d; ++c) away[c] = a[c] - b[c];
+      const R q = m.view == View::squared ? -2 * g[e] : d2 > 0 ? -g[e] / std::sqrt(d2) : R(0);
+      if (own_row) m.row.add_to_gradient(i, q, away.data());
+      if (own_col) m.col.add_to_gradient(j, -q, away.data());
+    }
+  });
 }
 
 template <class R>
@@ -47,31 +191,13 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& rows, cons
                                     const Tensor& j, Text view, bool normalize, bool want_rows, bool want_cols) {
   Matrix<R> m = unsorted<R>(rows, cols, view, normalize);
   m.start_gradient(want_rows, want_cols);
-  const Tensor ci = i.contiguous(), cj = j.contiguous(), cg = grad.contiguous();
-  const int64_t *pi = ci.const_data_ptr<int64_t>(), *pj = cj.const_data_ptr<int64_t>(), n = i.size(0);
-  const R* g = cg.const_data_ptr<R>();
-  const int64_t owners = at::get_num_threads();
-  const bool distance = m.view == View::euclidean || m.view == View::squared;
-  // Every thread goes through the whole list and writes only the rows and columns that it owns, in the list's order.
-  parallel(owners, [&](int64_t owner, int64_t) {
-    std::vector<R> x(m.d), y(m.d), away(m.d);
-    for (int64_t e = 0; e < n; ++e) {
-      const bool own_row = want_rows && pi[e] % owners == owner;
-      const bool own_col = (m.symmetric ? want_rows : want_cols) && pj[e] % owners == owner;
-      if ((!own_row && !own_col) || g[e] == 0) continue;
-      const R *a = m.row.row(pi[e], x.data()), *b = m.col.row(pj[e], y.data());
-      if (!distance) {
-        if (own_row) m.row.add_to_gradient(pi[e], g[e], b);
-        if (own_col) m.col.add_to_gradient(pj[e], g[e], a);
-        continue;
-      }
-      R d2 = 0;
-      for (int64_t c = 0; c < m.d; ++c) away[c] = a[c] - b[c], d2 += away[c] * away[c];
-      const R q = m.view == View::squared ? -2 * g[e] : d2 > 0 ? -g[e] / std::sqrt(d2) : R(0);
-      if (own_row) m.row.add_to_gradient(pi[e], q, away.data());
-      if (own_col) m.col.add_to_gradient(pj[e], -q, away.data());
-    }
-  });
+  const List list(i, j, m.n_rows, m.n_cols);
+  const Tensor g = grad.contiguous();
+  TORCH_CHECK(g.numel() == list.n, "grad: got ", g.numel(), " entries, wanted ", list.n, ", one for each pair");
+  if (list.is_long(m.n_rows, m.n_cols))
+    add_all(m, list, g.const_data_ptr<R>());
+  else
+    add_each(m, list, g.const_data_ptr<R>(), want_rows, m.symmetric ? want_rows : want_cols);
   return m.gradients();
 }
 

@@ -82,6 +82,14 @@ int policy_id(c10::string_view name) {
   TORCH_CHECK(false, "policy: got '", name, "', which the C++ kernels do not know");
 }
 
+std::vector<Slot> slots_of(int policy) {
+  std::vector<std::vector<Slot>> all;
+#define PYDML_SLOTS(name, Policy) all.emplace_back(std::begin(Policy<float>::slots), std::end(Policy<float>::slots));
+  PYDML_POLICIES(PYDML_SLOTS)
+#undef PYDML_SLOTS
+  return all[policy];
+}
+
 View view_of(c10::string_view name) {
   if (name == "dot") return View::dot;
   if (name == "cosine") return View::cosine;

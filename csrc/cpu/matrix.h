@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cpu/tile.h"
+#include "policy.h"
 
 namespace pydml {
 
@@ -18,6 +19,7 @@ const Kernels<R>& kernels();
 const char* isa_name();
 
 int policy_id(c10::string_view name);
+std::vector<Slot> slots_of(int policy);
 View view_of(c10::string_view name);
 
 // S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves.

@@ -15,14 +15,6 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-std::vector<Slot> slots_of(int policy) {
-  std::vector<std::vector<Slot>> all;
-#define PYDML_SLOTS(name, Policy) all.emplace_back(std::begin(Policy<float>::slots), std::end(Policy<float>::slots));
-  PYDML_POLICIES(PYDML_SLOTS)
-#undef PYDML_SLOTS
-  return all[policy];
-}
-
 bool sparse_of(int policy) {
   std::vector<bool> all;
 #define PYDML_SPARSE(name, Policy) all.push_back(Policy<float>::sparse);

@@ -1,4 +1,6 @@
 // The select engine: which pairs a miner or a selecting loss keeps. Indices only, no gradient.
+#include <array>
+
 #include "cpu/engine.h"
 #include "losses.h"
 
@@ -172,6 +174,63 @@ std::tuple<Tensor, Tensor> run_topk(const Tensor& rows, const OptionalTensor& co
   return {i, j};
 }
 
+// Pairs as tiles find them: up to 256 columns of a row, one bit each, kept only where a bit is set. So they take at
+// most 40 bytes a pair, and a few bits where there are many.
+class Found {
+ public:
+  static constexpr int kWords = 4;
+  struct Part {
+    int64_t row, first;  // sorted places; bit b of word w is column first + 64·w + b
+    uint64_t bits[kWords];
+  };
+
+  explicit Found(size_t workers) : parts_(workers) {}
+
+  void add(int64_t worker, int64_t row, int64_t first, const uint64_t* bits) {
+    if (!(bits[0] | bits[1] | bits[2] | bits[3])) return;
+    parts_[worker].push_back({row, first, {bits[0], bits[1], bits[2], bits[3]}});
+  }
+
+  // Rows and columns by the names that they were given, in order.
+  template <class R>
+  std::tuple<Tensor, Tensor> sorted(const Matrix<R>& m, const Tensor& like) const {
+    const int64_t rows = m.n_rows, words = (m.n_cols + 63) / 64;
+    std::vector<int64_t> start(rows + 1, 0), next(rows + 1, 0);  // pairs and parts before each row
+    for (const auto& mine : parts_)
+      for (const Part& part : mine) {
+        const int64_t r = m.row.place(part.row);
+        ++next[r + 1];
+        for (const uint64_t bits : part.bits) start[r + 1] += __builtin_popcountll(bits);
+      }
+    for (int64_t r = 0; r < rows; ++r) start[r + 1] += start[r], next[r + 1] += next[r];
+    std::vector<const Part*> by_row(next[rows]);
+    for (const auto& mine : parts_)
+      for (const Part& part : mine) by_row[next[m.row.place(part.row)]++] = &part;
+    Tensor a = at::empty({start[rows]}, like.options()), b = at::empty_like(a);
+    int64_t *out_a = a.data_ptr<int64_t>(), *out_b = b.data_ptr<int64_t>();
+    at::parallel_for(0, rows, 1 + 16384 * rows / (start[rows] + words * rows + 1), [&](int64_t begin, int64_t end) {
+      std::vector<uint64_t> seen(words, 0);
+      for (int64_t r = begin; r < end; ++r) {
+        if (start[r] == start[r + 1]) continue;
+        std::fill(out_a + start[r], out_a + start[r + 1], r);
+        for (int64_t p = r ? next[r - 1] : 0; p < next[r]; ++p)
+          for (int w = 0; w < kWords; ++w)
+            for (uint64_t bits = by_row[p]->bits[w]; bits; bits &= bits - 1) {
+              const int64_t column = m.col.place(by_row[p]->first + 64 * w + __builtin_ctzll(bits));
+              seen[column >> 6] |= uint64_t(1) << (column & 63);
+            }
+        int64_t* out = out_b + start[r];
+        for (int64_t word = 0; word < words; ++word)
+          for (uint64_t& bits = seen[word]; bits; bits &= bits - 1) *out++ = word * 64 + __builtin_ctzll(bits);
+      }
+    });
+    return {a, b};
+  }
+
+ private:
+  std::vector<std::vector<Part>> parts_;
+};
+
 template <class R>
 std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const OptionalTensor& cols,
                                                      const Tensor& row_labels, const OptionalTensor& col_labels,
@@ -187,44 +246,46 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const O
       above[i] = least.where[i] < 0 ? inf : -least.u[i] - R(*epsilon);
     }
   }
-  using Pair = std::pair<int64_t, int64_t>;
-  std::vector<std::vector<Pair>> found[2] = {std::vector<std::vector<Pair>>(work.size()),
-                                             std::vector<std::vector<Pair>>(work.size())};
-  auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, int side, int64_t worker) {
-    Workspace<R>& w = work[worker];
-    auto offer = [&](int64_t i, int64_t j, R u) {
-      if (side ? u > above[i] : u < below[i]) found[side][worker].emplace_back(m.row.place(i), m.col.place(j));
-    };
-    for (int i = 0; i < ni; ++i)
-      for (int j = 0; j < nj; ++j) {
-        if (j >= w.skip0[i] && j < w.skip1[i]) continue;
-        const R u = w.u[int64_t(i) * nj + j];
-        offer(i0 + i, j0 + j, u);
-        if (m.symmetric) offer(j0 + j, i0 + i, u);
+  Found positives(work.size()), negatives(work.size());
+  static_assert(64 * Found::kWords == 256, "a tile is at most so wide");
+  using Bits = std::array<uint64_t, Found::kWords>;
+  std::vector<std::vector<Bits>> columns(work.size(), std::vector<Bits>(m.col_block));
+  auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, auto keep, const std::vector<R>& cut, Found& found,
+                     int64_t worker) {
+    const Workspace<R>& w = work[worker];
+    const R* const cut_j = m.symmetric ? cut.data() + j0 : nullptr;
+    std::vector<Bits>& in_columns = columns[worker];
+    if (cut_j) std::fill_n(in_columns.begin(), nj, Bits{});
+    for (int i = 0; i < ni; ++i) {
+      const R *u = w.u.data() + int64_t(i) * nj, cut_i = cut[i0 + i];
+      Bits in_row{};
+      for (int part = 0; part < 2; ++part) {
+        const int begin = part ? w.skip1[i] : 0, end = part ? nj : w.skip0[i];
+        int in_any = 0;  // mostly there is nothing, and that is seen many pairs at a time
+        for (int j = begin; j < end; ++j) in_any |= int(keep(u[j], cut_i));
+        for (int j = begin; in_any && j < end; ++j) in_row[j >> 6] |= uint64_t(keep(u[j], cut_i)) << (j & 63);
+        if (!cut_j) continue;
+        in_any = 0;
+        for (int j = begin; j < end; ++j) in_any |= int(keep(u[j], cut_j[j]));
+        for (int j = begin; in_any && j < end; ++j) in_columns[j][i >> 6] |= uint64_t(keep(u[j], cut_j[j])) << (i & 63);
       }
+      found.add(worker, i0 + i, j0, in_row.data());
+    }
+    for (int j = 0; cut_j && j < nj; ++j) found.add(worker, j0 + j, i0, in_columns[j].data());
   };
   m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
     m.tile(i0, ni, j0, nj, work[worker]);
     m.positives(i0, ni, j0, nj, work[worker]);
-    collect(i0, ni, j0, nj, 0, worker);
+    collect(i0, ni, j0, nj, [](R u, R cut) { return u < cut; }, below, positives, worker);
   });
   m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
     m.tile(i0, ni, j0, nj, work[worker]);
     m.negatives(i0, ni, j0, nj, work[worker]);
-    collect(i0, ni, j0, nj, 1, worker);
+    collect(i0, ni, j0, nj, [](R u, R cut) { return u > cut; }, above, negatives, worker);
   });
-  Tensor out[2][2];
-  for (int side = 0; side < 2; ++side) {
-    std::vector<Pair> all;
-    for (const auto& part : found[side]) all.insert(all.end(), part.begin(), part.end());
-    std::sort(all.begin(), all.end());
-    for (Tensor& t : out[side]) t = at::empty({int64_t(all.size())}, row_labels.options());
-    for (size_t e = 0; e < all.size(); ++e) {
-      out[side][0].data_ptr<int64_t>()[e] = all[e].first;
-      out[side][1].data_ptr<int64_t>()[e] = all[e].second;
-    }
-  }
-  return {out[0][0], out[0][1], out[1][0], out[1][1]};
+  const auto [a1, p] = positives.sorted(m, row_labels);
+  const auto [a2, n] = negatives.sorted(m, row_labels);
+  return {a1, p, a2, n};
 }
 
 std::tuple<Tensor, Tensor> extremes(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from pydml import ops
-from pydml.policy import POLICIES, LogSumExp
-from pydml.sums import add_at
 from pydml.tiled import select as tiled_select
+from pydml.tuples import distinct, is_distinct
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -103,10 +102,18 @@ class Batch:
 
     def unique_pairs(self) -> None:
         """Count a pair that occurs twice in the tuple once."""
-        if self.pairs is not None:
+        if self.pairs is not None and self.indices is not None and not is_distinct(self.indices, self.size):
             a1, p, a2, n = self.pairs
-            pos, neg = (torch.unique(torch.stack(side), dim=1) for side in ((a1, p), (a2, n)))
-            self.pairs = (pos[0], pos[1], neg[0], neg[1])
+            self.pairs = *distinct(a1, p, self.size), *distinct(a2, n, self.size)
+
+    def pairs_of_triplets(self) -> Pairs | None:
+        """Of the tuple's triplets, the pairs that they are made of: those whose anchor occurs on both sides."""
+        if self.indices is None or self.pairs is None or len(self.indices) == 3:
+            return self.pairs
+        a1, p, a2, n = self.pairs
+        nowhere = torch.zeros(self.size[0], dtype=torch.bool, device=a1.device)
+        one, other = nowhere.index_fill(0, a2, True)[a1], nowhere.index_fill(0, a1, True)[a2]
+        return a1[one], p[one], a2[other], n[other]
 
     @property
     def triplets(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -154,24 +161,12 @@ class Batch:
     def _listed_stats(
         self, policy: str, params: list[float], row_field: Tensor | None, col_field: Tensor | None
     ) -> Tensor:
-        assert self.pairs is not None
-        loss = POLICIES[policy](*params)
-        rows, cols = self.size
-        nothing = self.embeddings.new_zeros(max(rows, cols), dtype=self.dtype)
-        row_field = nothing if row_field is None else row_field
-        col_field = nothing if col_field is None else col_field
-        sides = {}
-        for side, (i, j) in {"positives": self.pairs[:2], "negatives": self.pairs[2:]}.items():
-            sides[side] = i, self.dots(i, j), row_field[i], col_field[j]
-        stats = []
-        for k, slot in enumerate(loss.slots):
-            i, u, row, col = sides[slot.side]
-            term = loss.term(k, u, row, col)
-            if isinstance(slot, LogSumExp):
-                stats.append(segment_lse(term, i, rows))
-            else:
-                stats.append(add_at(torch.zeros_like(nothing[:rows]), i, term))
-        return torch.stack(stats, 1)
+        assert self.pairs is not None and col_field is None
+        a1, p, a2, n = self.pairs
+        field = None if row_field is None else row_field.detach()
+        options = policy, [float(x) for x in params], self.size[0], self.backend
+        stats: Tensor = ops.listed(self.dots(a1, p), self.dots(a2, n), a1, a2, field, *options)
+        return stats
 
     def dots(self, i: Tensor, j: Tensor) -> Tensor:
         """u of listed pairs."""
@@ -261,14 +256,6 @@ class Batch:
     def over_classes(self, value: Tensor) -> Tensor:
         """A sum over the classes of this process as one over all classes."""
         return value
-
-
-def segment_lse(term: Tensor, index: Tensor, size: int) -> Tensor:
-    """log Σ e^{term} of the terms of each index [size]; -inf where there are none."""
-    top = term.new_full((size,), -torch.inf).scatter_reduce(0, index, term.detach(), "amax")
-    top = top.clamp_min(torch.finfo(term.dtype).min)
-    total = add_at(torch.zeros_like(top), index, torch.exp(term - top[index]))
-    return torch.where(total == 0, -torch.inf, top + torch.log(torch.where(total == 0, 1, total)))
 
 
 def pair_stats(

@@ -10,6 +10,7 @@ from pydml import checks
 from pydml.losses.base import Common, MetricLoss
 from pydml.losses.batch import Batch, Dense
 from pydml.sums import add_at, running_sum
+from pydml.tuples import distinct
 
 
 class HistogramLoss(MetricLoss):
@@ -51,9 +52,15 @@ class HistogramLoss(MetricLoss):
         return (h_neg * running_sum(h_pos)).sum()
 
     @staticmethod
-    def _unordered(i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
-        pairs = torch.unique(torch.stack((i, j)).sort(0).values, dim=1)
-        return pairs[0], pairs[1]
+    def _unordered(batch: Batch) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """The positive and the negative pairs of the tuple's triplets, each once, whichever way round it is."""
+        listed = batch.pairs_of_triplets()
+        if listed is None:
+            return None
+        a1, p, a2, n = listed
+        sides = ((a1, p), (a2, n))
+        pos, neg = (distinct(torch.minimum(i, j), torch.maximum(i, j), batch.size) for i, j in sides)
+        return pos, neg
 
     def _soft(self, s: Tensor) -> Tensor:
         """Soft histogram of some similarities."""
@@ -63,11 +70,9 @@ class HistogramLoss(MetricLoss):
         return add_at(add_at(h, left, 1 - (at - left)), left + 1, at - left)
 
     def fused(self, batch: Batch) -> Tensor:
-        listed = batch.triplets
+        listed = self._unordered(batch)
         if listed is not None:
-            a, p, n = listed
-            sides = (batch.dots(*self._unordered(a, p)), batch.dots(*self._unordered(a, n)))
-            return self._overlap(self._soft(sides[0]), self._soft(sides[1]))
+            return self._overlap(*(self._soft(batch.dots(i, j)) for i, j in listed))
         labels = batch.known_labels()
         lone = batch.counts[0] == 0
         # lone items all get one label of their own: their pairs with each other are then no negatives
@@ -76,10 +81,9 @@ class HistogramLoss(MetricLoss):
         return self._overlap(positives / 2, negatives / 2)
 
     def dense(self, batch: Dense) -> Tensor:
-        listed = batch.batch.triplets
+        listed = self._unordered(batch.batch)
         if listed is not None:
-            a, p, n = listed
-            pos, neg = batch.S[self._unordered(a, p)], batch.S[self._unordered(a, n)]
+            pos, neg = (batch.S[pairs] for pairs in listed)
         else:
             above = torch.ones_like(batch.same).triu(1)
             paired = batch.same.any(1)

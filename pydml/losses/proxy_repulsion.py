@@ -7,9 +7,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.batch import Batch, Dense, lse, pair_stats, segment_lse
+from pydml.losses.batch import Batch, Dense, lse, pair_stats
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
+from pydml.sums import segment_lse
 
 
 class ProxyRepulsionLoss(ProxyLoss):

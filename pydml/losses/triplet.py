@@ -83,22 +83,24 @@ class TripletMarginLoss(MetricLoss):
             return total
         return total / (above if self.reduction == "nonzero" else triplets).clamp_min(1)
 
-    def _listed(self, batch: Batch, a: Tensor, p: Tensor, n: Tensor, real: Tensor) -> Tensor:
+    def _listed(self, batch: Batch, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
         u_an = batch.dots(a, n)
         if self.swap:
             u_an = torch.maximum(u_an, batch.dots(p, n))
-        term = self._loss(batch.dots(a, p), u_an)
-        term = torch.where(real | term.isnan(), term, 0)
-        return self._average(term.sum(), (term > 0).sum(), real.sum())
+        return self._loss(batch.dots(a, p), u_an)
 
     def fused(self, batch: Batch) -> Tensor:
         listed = batch.triplets
         if listed is not None:
-            return self._listed(batch, *listed, torch.ones_like(listed[0], dtype=torch.bool))
+            term = self._listed(batch, *listed)
+            return self._average(term.sum(), (term > 0).sum(), torch.tensor(len(term), device=term.device))
         if self.triplets == "hard":
             p, n = batch.extremes("hard", "hard")
             a = torch.arange(len(p), device=p.device)
-            return self._listed(batch, a, p.clamp_min(0), n.clamp_min(0), (p >= 0) & (n >= 0))
+            real = (p >= 0) & (n >= 0)
+            term = self._listed(batch, a, p.clamp_min(0), n.clamp_min(0))
+            term = torch.where(real | term.isnan(), term, 0)
+            return self._average(term.sum(), (term > 0).sum(), real.sum())
         total, above = batch.triplet_sums(self.triplets, self.margin, self.swap, self.smooth_loss)
         n_pos, n_neg = batch.counts
         return self._average(total.sum(), above.sum(), (n_pos * n_neg).sum())

@@ -2,6 +2,7 @@
 
 from pydml.tiled.dots import dots, dots_backward
 from pydml.tiled.histogram import histogram, histogram_backward, histogram_saved
+from pydml.tiled.listed import listed, listed_backward
 from pydml.tiled.pair import pair, pair_backward, pair_saved
 from pydml.tiled.rank import rank
 from pydml.tiled.select import extremes, mined, sample, topk
@@ -15,6 +16,8 @@ KERNELS = {
         pair_saved,
         dots,
         dots_backward,
+        listed,
+        listed_backward,
         histogram,
         histogram_backward,
         histogram_saved,
