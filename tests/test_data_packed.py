@@ -93,7 +93,7 @@ def spoil(root: Path, name: str, content: Any) -> None:
     ("name", "content", "message"),
     [
         ("packed.json", "{", r"packed.json: .*, wanted JSON"),
-        ("packed.json", "[]", r"packed.json: version: got 'list', wanted 1"),
+        ("packed.json", "[]", r"packed.json: got a JSON list, wanted an object"),
         ("packed.json", '{"version": 2}', r"packed.json: version: got 2, wanted 1"),
         ("packed.json", '{"version": 1}', r"packed.json: name: got NoneType, wanted str"),
         ("labels.npy", "x", r"labels.npy: cannot be read as an array"),

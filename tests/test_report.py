@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +121,51 @@ def test_a_wrong_run_is_named(words: list[str], runs: list[Path], capsys: pytest
     assert main(["report", *(str(runs[0]) if word == "RUN" else word for word in words), "--out", "unused"]) == 1
     errors = capsys.readouterr().err
     assert errors.startswith("pydml report: run: got ") and not Path("unused").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("config.json", lambda text: text.replace(b'"ks"', b'"no"'), "ks: got nothing, wanted the setting of a run"),
+        ("config.json", lambda text: text.replace(b'"batch_size": 32', b'"batch_size": "x"'), "batch_size: got 'x'"),
+        ("config.json", lambda text: b"[" * 100_000, "nested too deeply, wanted JSON"),
+        ("config.json", lambda text: b"[]", "got a JSON list, wanted an object"),
+        ("results.json", lambda text: b'{"test": [1]}', r"test: got \[1\], wanted recall@1"),
+        ("results.json", lambda text: text[:20], "wanted JSON"),
+        ("log.jsonl", lambda text: text.replace(b'"kind"', b'"mind"', 1), "line 1: got .*, wanted a record with kind"),
+        ("log.jsonl", lambda text: b"[" * 100_000 + b"\n" + text, "line 1: got .*, wanted a record with kind"),
+        ("log.jsonl", lambda text: text.replace(b'"loss_share"', b'"loss"'), "step 1: lacks a number 'loss_share'"),
+        ("snapshots/epoch-0001.npz", lambda text: text[: len(text) // 2], "not a whole snapshot"),
+        ("snapshots/epoch-0001.npz", lambda text: b"", "not a whole snapshot"),
+        ("snapshots/epoch-0001.npz", lambda text: text[:300] + bytes(200) + text[500:], "not a whole snapshot"),
+    ],
+)
+def test_a_damaged_run_is_one_line_that_names_the_file(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, spoil: Any, message: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(runs[0], run)
+    (run / name).write_bytes(spoil((run / name).read_bytes()))
+    assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 1
+    errors = capsys.readouterr().err
+    assert re.fullmatch(rf"pydml report: {run / name}[,:] .*{message}.*\n", errors), errors
+    assert not (tmp_path / "report").exists()
+
+
+def test_dollars_in_names_are_dollars(runs: list[Path], tmp_path: Path) -> None:
+    """Not mathematics, which matplotlib would fail to read."""
+    run = tmp_path / "lr$_$2$"
+    shutil.copytree(runs[0], run)
+    for file in (run / "snapshots").iterdir():
+        with np.load(file) as arrays:
+            content = dict(arrays)
+        content["gallery_names"] = np.full_like(content["gallery_names"], "$a$_{$", dtype="U8")
+        np.savez(file, **content)
+    other = tmp_path / "_$x^^$"
+    shutil.copytree(runs[1], other)
+    page = write([run, other], tmp_path / "report")
+    assert (page.parent / "gallery-1.png").stat().st_size > 1000
+    assert "lr$_$2$" in page.read_text(encoding="utf-8")
 
 
 def test_the_page_opens_in_a_browser(runs: list[Path], tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydml.data.base import DataError
 
+#: What Pillow may take a file for, whatever its name: it would hand EPS to Ghostscript, a program.
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "GIF", "TIFF", "WEBP")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
@@ -42,15 +45,25 @@ class Files:
 
     def __getitem__(self, i: int) -> Any:
         path = self.root / self.paths[i]
+        if not path.is_file():
+            raise _no_image(path)
+        Image = pillow()
         try:
-            with pillow().open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 return image.convert(self.mode)
         except FileNotFoundError:
-            raise FileNotFoundError(f"{path}: no such image, though the dataset lists it") from None
-        except ImportError:
-            raise
+            raise _no_image(path) from None
+        except Image.UnidentifiedImageError:
+            raise DataError(f"{path}: cannot be read as an image, wanted one of {', '.join(FORMATS)}") from None
         except Exception as error:  # broken files make Pillow raise almost anything, from SyntaxError to struct.error
             raise DataError(f"{path}: cannot be read as an image: {type(error).__name__}: {error}") from error
+
+
+def _no_image(path: Path) -> Exception:
+    """The error for a path without a regular file: to open a FIFO would be to wait for ever."""
+    if path.exists():
+        return DataError(f"{path}: got {'a folder' if path.is_dir() else 'a special file'}, wanted a regular file")
+    return FileNotFoundError(f"{path}: no such image, though the dataset lists it")
 
 
 def rows(path: Path, columns: Mapping[str, type], skip: int = 0) -> Iterator[tuple[int, list[Any]]]:
@@ -73,13 +86,34 @@ def rows(path: Path, columns: Mapping[str, type], skip: int = 0) -> Iterator[tup
 
 def lines(path: Path) -> list[tuple[int, str]]:
     """Numbers and texts of the lines of a file that are not blank."""
+    return [(number, line.strip()) for number, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+
+
+def read_text(path: Path) -> str:
+    """The text of a regular file; a FIFO would wait for a writer for ever."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: got {'a folder' if path.is_dir() else 'a special file'}, wanted a regular file")
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: byte {error.start} is not UTF-8, wanted a text file") from error
-    return [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    try:
+        content = json.loads(read_text(path))
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{path}: {error}, wanted JSON") from None
+    except RecursionError:
+        raise DataError(f"{path}: nested too deeply, wanted JSON") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: got a JSON {type(content).__name__}, wanted an object")
+    return content
 
 
 def broken(path: Path, line: int, got: str, wanted: str) -> DataError:

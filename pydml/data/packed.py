@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pydml.data.base import DataError, ImageSet, Splits
-from pydml.data.files import pillow
+from pydml.data.files import pillow, read_json
 
 MARKER = "packed.json"
 VERSION = 1
@@ -79,15 +79,9 @@ def write_packed(splits: Splits, folder: Path) -> None:
 def read_packed(root: Path, mode: str | None = None) -> Splits:
     """Open what :func:`write_packed` wrote; images stay on the disk until they are asked for."""
     path = root / MARKER
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
-    except ValueError as error:
-        raise DataError(f"{path}: {error}, wanted JSON") from error
-    if not isinstance(index, dict) or index.get("version") != VERSION:
-        got = index.get("version") if isinstance(index, dict) else type(index).__name__
-        raise DataError(f"{path}: version: got {got!r}, wanted {VERSION}")
+    index = read_json(path)
+    if index.get("version") != VERSION:
+        raise DataError(f"{path}: version: got {index.get('version')!r}, wanted {VERSION}")
     for key, kind in {"name": str, "super_classes": list, "classes": dict}.items():
         if not isinstance(index.get(key), kind):
             raise DataError(f"{path}: {key}: got {type(index.get(key)).__name__}, wanted {kind.__name__}")
@@ -121,12 +115,13 @@ def read_packed(root: Path, mode: str | None = None) -> Splits:
 
 
 def _load(path: Path, kind: type, dimensions: tuple[int, ...], length: int | None) -> npt.NDArray[Any]:
+    if not path.is_file():
+        raise DataError(f"{path}: not a regular file") if path.exists() else FileNotFoundError(f"{path}: no such file")
     try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read as an array: {error}") from error
+        array: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")  # an .npy alone: no archive, no pickle
+    except Exception as error:  # what a broken header makes of itself: ValueError, SyntaxError, struct.error, …
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: cannot be read as an array: {reason}") from error
     wanted = f"{np.dtype(kind)} with {' or '.join(map(str, dimensions))} dimensions"
     if array.dtype != kind or array.ndim not in dimensions:
         raise DataError(f"{path}: got {array.dtype} of shape {list(array.shape)}, wanted {wanted}")

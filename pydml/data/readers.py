@@ -214,6 +214,9 @@ def _image_set(
     classes: Sequence[Key] | None = None,
 ) -> ImageSet:
     """A set of files from the class key of each: classes are numbered in the order of ``classes``, or of their keys."""
+    for image in images:
+        if image.startswith("/") or ".." in image.split("/") or "\0" in image:
+            raise DataError(f"{root}: path of an image: got {image!r}, wanted one below this folder")
     if not (root / images[0]).exists():
         raise FileNotFoundError(f"{root / images[0]}: no such image, though the dataset lists it")
     order = sorted(set(keys)) if classes is None else list(classes)

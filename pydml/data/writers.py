@@ -26,8 +26,18 @@ def write_sop(splits: Splits, folder: Path) -> None:
         raise ValueError(
             "splits: got a gallery or no super labels, which SOP's format cannot say; wanted format='packed'"
         )
+    for name in splits.train.super_classes:  # a folder each, and a word of the lists
+        if name in ("", ".", "..") or name != name.strip() or any(c in "/\\" or not c.isprintable() for c in name):
+            raise ValueError(f"super_classes: got {name!r}, wanted a name that can be one folder's")
     for split, data in (("train", splits.train), ("test", splits.test)):
-        assert data.super_labels is not None
+        if (
+            data.super_labels is None
+            or data.super_classes != splits.train.super_classes
+            or (data.super_labels < 0).any()
+        ):
+            raise ValueError(
+                f"splits: {split} has images without a super category, or other ones; wanted format='packed'"
+            )
         lines = ["image_id class_id super_class_id path"]
         supers = data.super_labels.tolist()
         for i, label in enumerate(data.labels.tolist()):

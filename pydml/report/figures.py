@@ -18,6 +18,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 RIGHT, WRONG, INK, FAINT = "#009E73", "#D55E00", "#222222", "#B8B8B8"
 STYLE: dict[Any, Any] = {
     "font.size": 10,
+    "text.parse_math": False,  # a $ in the name of a class or a run is a dollar
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
