@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\nOn the test characters, none of which was seen in training:\n")
     rows: dict[str, Any] = {**before, "trained network": results["test"]}
     for name, found in rows.items():
-        print(f"  {name:<18}  {logs.shown(found, config.ks)}")
+        print(f"  {name:<18}  {logs.shown(found, config.ks, len(splits.test))}")
     gain = results["test"]["recall@1"] / max(before["untrained network"]["recall@1"], 1e-9)
     print(f"\nRecall@1 is {gain:.1f} times that of the untrained network.\n", flush=True)
     show_shares(trainer, options.batch, options.repeats)

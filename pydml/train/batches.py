@@ -93,16 +93,18 @@ def _quiet_worker(_: int) -> None:
 
 def _parts(sampler: Any, start: tuple[int, int], epochs: int, rank: int, world_size: int, size: int) -> Iterator[Part]:
     """The parts of all batches from a place in the run to its end."""
-    epoch, batch = start
-    while epoch < epochs:
+    for at in range(_place(sampler, start), epochs * sampler.batches):
+        epoch, batch = divmod(at, sampler.batches)
         whole = sampler.global_batch(epoch, batch)
         share = len(whole) // world_size
         for begin in range(rank * share, (rank + 1) * share, size):
             stop = min(begin + size, (rank + 1) * share)
             yield Part(epoch, batch, begin, tuple(whole[begin:stop].tolist()))
-        batch += 1
-        if batch == sampler.batches:
-            epoch, batch = epoch + 1, 0
+
+
+def _place(sampler: Any, start: tuple[int, int]) -> int:
+    """Batches before ``start``; the end of an epoch is the beginning of the next."""
+    return start[0] * int(sampler.batches) + start[1]
 
 
 def stream(
@@ -128,7 +130,7 @@ def stream(
     size = min(micro_batch or CHUNK, share)
     asked, keys = itertools.tee(_parts(sampler, start, epochs, rank, world_size, size))  # drawn once: it takes a while
     loaded = load(images, asked, workers)
-    for _ in range(start[0] * sampler.batches + start[1], epochs * sampler.batches):
+    for _ in range(_place(sampler, start), epochs * sampler.batches):
         batch: list[Tensor] = []
         indices: list[int] = []
         for _ in range(-(-share // size)):

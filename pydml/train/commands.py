@@ -117,7 +117,8 @@ def evaluate_command(argv: Sequence[str]) -> int:
             )
         except RuntimeError as error:
             raise TrainingError(str(error)) from error
-        print(json.dumps(found) if options.json else f"{options.split}: {len(data)} images  {shown(found, ks)}")
+        line = shown(found, ks, len(data if gallery is None else gallery))
+        print(json.dumps(found) if options.json else f"{options.split}: {len(data)} images  {line}")
         return 0
 
     return _run("eval", work)

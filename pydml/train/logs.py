@@ -86,11 +86,17 @@ def read(directory: str | Path) -> list[dict[str, Any]]:
     """The records of a run; a last line that was cut off by a kill is left out."""
     path = Path(directory) / "log.jsonl"
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                break
+            record = None
+        if not isinstance(record, dict) or record.get("kind") not in KINDS or "step" not in record:
+            raise ValueError(f"{path}, line {number}: got {line[:80]!r}, wanted a record with kind and step")
+        records.append(record)
     return records
 
 
@@ -149,7 +155,7 @@ class Progress:
             print(text, flush=True)
 
 
-def shown(metrics: dict[str, float], ks: Iterable[int]) -> str:
-    """Metrics as one line of percentages."""
-    names = [(f"recall@{k}", f"R@{k}") for k in ks] + [("map@r", "MAP@R"), ("r_precision", "RP")]
+def shown(metrics: dict[str, float], ks: Iterable[int], images: int) -> str:
+    """Metrics as one line of percentages; Recall@K only for K below the number of images, where it can miss."""
+    names = [(f"recall@{k}", f"R@{k}") for k in ks if k < images] + [("map@r", "MAP@R"), ("r_precision", "RP")]
     return "  ".join(f"{short} {100 * metrics[name]:.2f}" for name, short in names if name in metrics)

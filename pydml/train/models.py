@@ -146,6 +146,19 @@ def build(config: Config, channels: int) -> Embedder:
     )  # fmt: skip
 
 
+def synchronised(model: nn.Module, device: torch.device) -> nn.Module:
+    """BatchNorm over the images of all ranks; torch has it on GPUs only, elsewhere each rank normalises its own."""
+    if device.type != "cuda":
+        return model
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return converted
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Does what the network makes of an image hang on the others of its batch?"""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
 def _load_weights(backbone: nn.Module, path: Path) -> None:
     """A state_dict into the backbone: every parameter of it must be there; a classifier beside them is left out."""
     if not path.is_file():

@@ -20,11 +20,13 @@ import pydml.miners
 from pydml import metrics
 from pydml.backends import largest_class
 from pydml.data import base as data_base
+from pydml.data.files import read_json
 from pydml.distributed import ShardedLoss, ShardedMiner
 from pydml.memory import CrossBatchMemory
 from pydml.samplers import CategorySampler, MPerClassSampler
-from pydml.train import checkpoint, models, optim, snapshot, transforms
+from pydml.train import checkpoint, lock, models, optim, snapshot, transforms
 from pydml.train.batches import Images, seed_all, stream
+from pydml.train.checkpoint import CheckpointError
 from pydml.train.config import Config
 from pydml.train.evaluate import autocast, embed
 from pydml.train.gradcache import cached_backward
@@ -95,6 +97,11 @@ class Trainer:
 
         self.channels = transforms.to_tensor(self.train_set.load(0)).shape[0]
         self.model = (models.build(config, self.channels) if model is None else model).to(self.device)
+        self.notes: list[str] = []  # said when the training begins
+        if self.world_size > 1 and not config.freeze_bn and models.has_batchnorm(self.model):
+            self.model = models.synchronised(self.model, self.device)
+            if self.device.type != "cuda":
+                self.notes.append("BatchNorm: each rank normalises its own images, so losses differ from one rank's")
         self.miner = None if config.miner is None else getattr(pydml.miners, config.miner)(**config.miner_args)
         self.loss = (self._build_loss() if loss is None else loss).to(self.device)
         self.optimizer = optim.build(config, self.model, self.loss)
@@ -119,6 +126,7 @@ class Trainer:
         self.best = -math.inf
         self.stopping = ""
         self.loss_seconds = 0.0
+        self.found = lock.identity(self.out / "last.pt")
 
     # Making and remaking a run
 
@@ -148,17 +156,27 @@ class Trainer:
         wrong = [name for name in moved if name not in MOVABLE]
         if wrong:
             raise ValueError(f"{wrong[0]}: a resumed run keeps its settings; only {', '.join(MOVABLE)} may change")
-        if (run / "last.pt").exists():
-            state = checkpoint.load(run / "last.pt")
-            config = Config.from_dict({**state["config"], **moved, "out": str(run)})
+        source = run / "last.pt"
+        found = lock.identity(source)
+        if source.exists():
+            state = checkpoint.load(source)
+            settings = state["config"]
         elif (run / "config.json").exists():  # killed before its first checkpoint
-            state = None
-            config = Config.from_dict({**json.loads((run / "config.json").read_text()), **moved, "out": str(run)})
+            state, source = None, run / "config.json"
+            settings = read_json(source)
         else:
             raise ValueError(f"resume: got {str(run)!r}, which holds no run (neither last.pt nor config.json)")
+        config = Config.from_dict({**settings, **moved, "out": str(run)}, str(source))
         trainer = cls(config, splits, model=model, loss=loss, quiet=quiet, _resumed=True)
+        trainer.found = found
         if state is not None:
-            trainer.load_state_dict(state)
+            try:
+                trainer.load_state_dict(state)
+            except KeyError as error:
+                raise CheckpointError(f"{source}: lacks {error}, without which a run cannot go on") from None
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise CheckpointError(f"{source}: does not fit this run's network, loss or memory ({reason})") from None
         return trainer
 
     def _build_sampler(self) -> MPerClassSampler | CategorySampler:
@@ -211,8 +229,6 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go where :meth:`state_dict` was taken."""
-        if len(state["random"]) != self.world_size:
-            raise ValueError(f"resume: the run had {len(state['random'])} ranks, wanted as many, got {self.world_size}")
         if state["classes"] != len(self.train_set.classes):
             raise ValueError(f"data: got {len(self.train_set.classes)} training classes, wanted {state['classes']}")
         self.model.load_state_dict(state["model"])
@@ -225,7 +241,15 @@ class Trainer:
         self.epoch, self.batch = state["sampler"]["epoch"], state["sampler"]["batch"]
         self.steps, self.images_seen, self.logged = state["steps"], state["images_seen"], state["logged"]
         self.epoch_loss, self.best = state["epoch_loss"], state["best"]
-        checkpoint.set_random_state(state["random"][self.rank])
+        before = len(state["random"])
+        if before == self.world_size:
+            checkpoint.set_random_state(state["random"][self.rank])
+        else:  # batches are those of all ranks together, whatever their number; only this is a rank's own
+            seed_all(self.config.seed, 1 + self.rank, self.steps)
+            self.notes.append(
+                f"resumed on {self.world_size} ranks, was on {before}: the same batches; dropout draws other numbers, "
+                "sums are rounded in another order"
+            )
 
     # Training
 
@@ -240,23 +264,25 @@ class Trainer:
             If an image cannot be loaded, a worker dies, or the loss is not finite.
         """
         config = self.config
-        log = None
-        if self.rank == 0:
-            self.out.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_atomically(self.out / "config.json", json.dumps(config.as_dict(), indent=1).encode())
-            log = Log(self.out, self.logged)
-        progress = Progress(config.epochs, self.sampler.batches, self.quiet)
-        try:
-            with self._signals():
-                if self.logged == 0:
-                    self._evaluate(log, progress, None)
-                    self._save()
-                self._epochs(log, progress)
-                return self._finish(progress)
-        finally:
-            progress.close()
-            if log is not None:
-                log.close()
+        with lock.alone(self.out, self.found, self.rank, self.world_size):
+            log = None
+            if self.rank == 0:
+                checkpoint.write_atomically(self.out / "config.json", json.dumps(config.as_dict(), indent=1).encode())
+                log = Log(self.out, self.logged)
+            progress = Progress(config.epochs, self.sampler.batches, self.quiet)
+            try:
+                for note in self.notes:
+                    progress.say(note)
+                with self._signals():
+                    if self.logged == 0:
+                        self._evaluate(log, progress, None)
+                        self._save()
+                    self._epochs(log, progress)
+                    return self._finish(progress)
+            finally:
+                progress.close()
+                if log is not None:
+                    log.close()
 
     def _epochs(self, log: Log | None, progress: Progress) -> None:
         config = self.config
@@ -326,6 +352,11 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(everything, config.clip if config.clip else math.inf)
+        if not self.scaler.is_enabled() and not math.isfinite(norm):  # a scaler leaves such a step out, and goes on
+            raise TrainingError(
+                f"step {self.steps + 1}: the loss is {number:g}, the norm of its gradient {float(norm)}; the last "
+                "checkpoint is from before. Try a lower lr, or warmup"
+            )
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
@@ -400,6 +431,7 @@ class Trainer:
     def _evaluate(self, log: Log | None, progress: Progress, loss: float | None) -> None:
         """Close an epoch: validation metrics, snapshot, best weights. Epoch 0 is the untrained network."""
         config = self.config
+        self._check_weights()
         if loss is not None:
             self.epoch, self.batch, self.epoch_loss = self.epoch + 1, 0, 0.0
         due = self.epoch % config.eval_every == 0 or self.epoch == config.epochs
@@ -412,7 +444,7 @@ class Trainer:
                 snapshot.take(self.out, self.epoch, z, self.val_set)
         text = f"epoch {self.epoch:>{len(str(config.epochs))}}/{config.epochs}"
         text += "  untrained    " if loss is None else f"  loss {loss:.5f}"
-        progress.say(f"{text}  {shown(found, config.ks)}")
+        progress.say(f"{text}  {shown(found, config.ks, len(self.val_set or ()))}")
         record = {"step": self.steps, "epoch": self.epoch, "images": self.images_seen, "loss": loss, **found}
         self._log(log, "epoch", record)
         score = found.get(f"recall@{config.ks[0]}", float(self.epoch))
@@ -442,8 +474,10 @@ class Trainer:
         self.evaluated.load_state_dict(best["model"])
         results = {"best_epoch": best["epoch"], "validation": best["metrics"], "test": {}}
         if config.test and len(self.splits.test):
-            results["test"] = self.evaluate(self.splits.test, self.splits.gallery)
-            progress.say(f"test (weights of epoch {best['epoch']})  {shown(results['test'], config.ks)}")
+            test, gallery = self.splits.test, self.splits.gallery
+            results["test"] = self.evaluate(test, gallery)
+            line = shown(results["test"], config.ks, len(test if gallery is None else gallery))
+            progress.say(f"test (weights of epoch {best['epoch']})  {line}")
         if self.rank == 0:
             checkpoint.write_atomically(self.out / "results.json", json.dumps(results, indent=1).encode())
         return results
@@ -451,9 +485,20 @@ class Trainer:
     # Saving and stopping
 
     def _save(self) -> None:
+        self._check_weights()
         state = self.state_dict()
         if self.rank == 0:
             checkpoint.save(self.out / "last.pt", state)
+            self.found = lock.identity(self.out / "last.pt")
+
+    def _check_weights(self) -> None:
+        """Before a good checkpoint is replaced: weights are finite, and nothing beside them is NaN."""
+        wrong = checkpoint.not_finite(self.model, self.loss, self.evaluated)
+        if wrong:
+            raise TrainingError(
+                f"step {self.steps}: {wrong[0]} is not finite, nor are {len(wrong) - 1} others; the last checkpoint is "
+                "from before. Try a lower lr, clip, or warmup"
+            )
 
     def _stop(self) -> bool:
         """Was any rank asked to stop?"""
