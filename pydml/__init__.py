@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from pydml import distances, functional, losses, memory, metrics, miners, samplers
+from pydml import distances, functional, losses, memory, metrics, miners, reducers, regularizers, samplers
 from pydml.backends import backends, largest_class, set_deterministic, use_backend
 from pydml.presets import preset, presets
 
@@ -25,6 +25,8 @@ __all__ = [
     "miners",
     "preset",
     "presets",
+    "reducers",
+    "regularizers",
     "samplers",
     "set_deterministic",
     "use_backend",

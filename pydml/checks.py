@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,45 +17,73 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = tuple(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 
 
+def shown(value: Any) -> str:
+    """A value as errors show it: tensors by dtype and shape, nothing longer than a line."""
+    if isinstance(value, Tensor):
+        return f"a tensor {str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def unexpected(owner: str, name: str, allowed: Sequence[str]) -> TypeError:
+    """The error of an argument that ``owner`` does not have, with the nearest one that it has."""
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? It takes" if near else "it takes"
+    return TypeError(f"{owner}: got an unexpected argument {name!r}; {hint} {', '.join(allowed) or 'none'}")
+
+
+def nothing_else(cls: type, unknown: Mapping[str, Any]) -> None:
+    """Refuse arguments that neither a class nor its bases' constructors name."""
+    for name in unknown:
+        taken = {
+            parameter.name: None
+            for base in cls.__mro__
+            if "__init__" in vars(base) and base.__module__.startswith(("pydml.", cls.__module__))
+            for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY) and parameter.name != "self"
+        }
+        raise unexpected(cls.__name__, name, list(taken))
+
+
 def number(name: str, value: Any, *, above: float | None = None, least: float | None = None) -> float:
     """A finite real number, within bounds."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, wanted a number")
+        raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, wanted a number")
     if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value!r}, wanted a finite number")
+        raise ValueError(f"{name}: got {shown(value)}, wanted a finite number")
     if above is not None and not value > above:
-        raise ValueError(f"{name}: got {value!r}, wanted a number > {above:g}")
+        raise ValueError(f"{name}: got {shown(value)}, wanted a number > {above:g}")
     if least is not None and not value >= least:
-        raise ValueError(f"{name}: got {value!r}, wanted a number >= {least:g}")
+        raise ValueError(f"{name}: got {shown(value)}, wanted a number >= {least:g}")
     return value
 
 
 def integer(name: str, value: Any, *, least: int) -> int:
     """A whole number, at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, wanted an int >= {least}")
+        raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, wanted an int >= {least}")
     if value < least:
-        raise ValueError(f"{name}: got {value!r}, wanted an int >= {least}")
+        raise ValueError(f"{name}: got {shown(value)}, wanted an int >= {least}")
     return value
 
 
 def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, wanted True or False")
+        raise TypeError(f"{name}: got {shown(value)} of type {type(value).__name__}, wanted True or False")
     return value
 
 
 def choice(name: str, value: Any, options: Sequence[Any]) -> Any:
-    if value not in options:
-        raise ValueError(f"{name}: got {value!r}, wanted one of {', '.join(map(repr, options))}")
+    if isinstance(value, Tensor) or value not in options:
+        raise ValueError(f"{name}: got {shown(value)}, wanted one of {', '.join(map(repr, options))}")
     return value
 
 
-def embeddings(name: str, z: Any, like: Tensor | None = None) -> Tensor:
-    """A floating-point matrix; with ``like``, of its width, dtype and device."""
+def embeddings(name: str, z: Any, like: Tensor | None = None, vectors: bool = True) -> Tensor:
+    """A floating-point matrix, without ``vectors`` of rows of any shape; with ``like``, of its width, dtype, device."""
     if not isinstance(z, Tensor):
         raise TypeError(f"{name}: got {type(z).__name__}, wanted a torch.Tensor of shape [batch, dim]")
-    if z.ndim != 2:
+    if z.ndim != 2 if vectors else z.ndim < 2:
         raise ValueError(f"{name}: got shape {list(z.shape)}, wanted 2 dimensions [batch, dim]")
     if z.dtype not in FLOATS:
         raise TypeError(f"{name}: got dtype {z.dtype}, wanted one of {', '.join(map(str, FLOATS))}")

@@ -46,9 +46,9 @@ class BaseDistance(WithRecords):
     >>> class Taxicab(pydml.distances.BaseDistance):
     ...     def compute_mat(self, query_emb, ref_emb):
     ...         return torch.cdist(query_emb, ref_emb, p=1)
-    >>> Taxicab(power=2)(torch.eye(2))
-    tensor([[0., 4.],
-            [4., 0.]])
+    >>> loss_fn = pydml.losses.TripletMarginLoss(distance=Taxicab())
+    >>> loss_fn(torch.eye(4), torch.tensor([0, 0, 1, 1]))
+    tensor(0.0500)
     """
 
     def __init__(
@@ -58,7 +58,9 @@ class BaseDistance(WithRecords):
         power: float = 1,
         is_inverted: bool = False,
         collect_stats: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        checks.nothing_else(type(self), unknown)
         WithRecords.__init__(self, collect_stats)
         self.normalize_embeddings = checks.flag("normalize_embeddings", normalize_embeddings)
         self.p = checks.number("p", p, least=0)

@@ -52,7 +52,7 @@ def _build(cls: type[MetricLoss], arguments: dict[str, Any]) -> MetricLoss:
     if not issubclass(cls, ProxyLoss):
         return cls(**arguments)
     with torch.device("meta"):  # and no initialisation: a function must not draw random numbers
-        return cls(**arguments, weight_init_func=lambda w: None)
+        return cls(**arguments, weight_init_func=lambda w: None)  # type: ignore[call-arg]
 
 
 _traced = SimpleNamespace()
@@ -97,7 +97,7 @@ def _call(
 def _check_options(name: str, options: dict[str, Any], allowed: tuple[str, ...]) -> None:
     for option in options:
         if option not in allowed:
-            raise TypeError(f"{name}: got an unexpected argument {option!r}, wanted some of {', '.join(allowed)}")
+            raise checks.unexpected(name, option, allowed)
 
 
 def _pair_function(name: str, cls: type[MetricLoss], allowed: tuple[str, ...]) -> Loss:

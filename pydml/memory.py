@@ -16,7 +16,7 @@ from pydml import checks, ops
 from pydml.among import KNOWING, among, knowing
 from pydml.backends import kernel, resolve
 from pydml.losses.base import MetricLoss
-from pydml.losses.batch import Batch
+from pydml.losses.batch import Batch, logaddexp
 from pydml.losses.nca import NCALoss
 from pydml.policy import POLICIES, LogSumExp
 from pydml.tuples import Distinct, is_distinct
@@ -214,7 +214,7 @@ class MemoryBatch(Batch):
         logs = torch.tensor([isinstance(s, LogSumExp) for s in POLICIES[policy].slots], device=self.embeddings.device)
 
         def merge(stats: Tensor, part: Tensor) -> Tensor:
-            return torch.where(logs, _logaddexp(stats, part), stats + part)
+            return torch.where(logs, logaddexp(stats, part), stats + part)
 
         (stats,) = self._by_pieces("pair", *options, None, 1, 1.0, merge=(merge,))
         return stats
@@ -269,10 +269,3 @@ class MemoryBatch(Batch):
                 more = getattr(ops, name)(z, ref[at], labels, ref_labels[at], *options, self.backend)
                 found = [join(a, b) for join, a, b in zip(merge, found, more, strict=False)]
         return found[: len(merge)]
-
-
-def _logaddexp(a: Tensor, b: Tensor) -> Tensor:
-    """torch.logaddexp, whose gradient is NaN where both are -inf; there neither has a share."""
-    empty = torch.isneginf(a) & torch.isneginf(b)
-    zero = torch.zeros_like(a)
-    return torch.where(empty, -torch.inf, torch.logaddexp(torch.where(empty, zero, a), torch.where(empty, zero, b)))

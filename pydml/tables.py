@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pydml import roofline
 from pydml.functional import FUNCTIONS
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
-from pydml.losses.base import REDUCERS
 from pydml.presets import Preset, preset, presets
+from pydml.reducers import REDUCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 _CLASSES, _SIZE = 4, 8
@@ -116,8 +116,11 @@ def _arguments(cls: type[MetricLoss]) -> Iterator[str]:
 
 def _reductions(cls: type[MetricLoss]) -> str:
     named = "`mean`, `sum`, `none`" if cls.over_anchors else "`mean` only, as the formula says"
-    theirs = [f"`{reducer}`" for reducer, kind in REDUCERS.items() if kind in cls.reductions]
-    return f"{named}; as PML's reducer {', '.join(theirs)}"
+    theirs = {"anchor": "PerAnchorReducer"} | {kind: name for name, kind in REDUCTIONS.items()}
+    fused = ", ".join(f"`{theirs[kind]}`" for kind in cls.reductions if kind != "none")
+    if cls.pml is None and not cls.over_anchors:
+        return f"{named}; as a reducer {fused} only"
+    return f"{named}; fused {f'with {fused}' if cls.lists else 'with any reducer'}"
 
 
 def losses_short() -> Iterator[str]:

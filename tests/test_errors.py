@@ -239,7 +239,7 @@ def build(name: str, **arguments: Any) -> Any:
 
 @pytest.mark.parametrize(
     "bad",
-    [float("nan"), float("inf"), float("-inf"), "1", True, 1j, [1.0], torch.tensor(1.0)],
+    [float("nan"), float("inf"), float("-inf"), "1", True, 1j, [1.0], torch.ones(2)],
     ids=["nan", "inf", "-inf", "str", "bool", "complex", "list", "tensor"],
 )
 @over_hyper_parameters("float", "int")
@@ -325,7 +325,9 @@ def test_margin_of_the_wrong_sign(name: str, argument: str) -> None:
         ("arcface", {"margin": 181}, "margin"),
         ("histogram", {"delta": 0.3}, "delta"),
         ("histogram", {"delta": 0.1, "n_bins": 21}, "delta"),
-        ("histogram", {"normalize_embeddings": False}, "normalize_embeddings"),
+        ("arcface", {"normalize_embeddings": False}, "normalize_embeddings"),
+        ("proxy_repulsion", {"normalize_embeddings": False}, "normalize_embeddings"),
+        ("triplet", {"triplets": "hard", "triplets_per_anchor": 3}, "triplets_per_anchor"),
         ("fast_ap", {"normalize_embeddings": False}, "normalize_embeddings"),
         ("proxy_nca", {"include_positive": False, "num_classes": 1}, "num_classes"),
         ("ms", {"epsilon": 0.1, "distance": "euclidean"}, "epsilon"),
@@ -365,15 +367,50 @@ def test_unknown_reduction(name: str) -> None:
 def test_normalisation_that_is_no_bool(name: str) -> None:
     with says("normalize_embeddings"):
         build(name, normalize_embeddings=1)
-    if issubclass(LOSSES[name], ProxyLoss):
-        with says("normalize_embeddings"):
-            build(name, normalize_embeddings=False)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_unknown_argument(name: str) -> None:
-    with pytest.raises(TypeError, match="nonsense"):
+    with pytest.raises(
+        TypeError, match=f"{LOSSES[name].__name__}: got an unexpected argument 'nonsense'; it takes .*dist"
+    ):
         build(name, nonsense=1)
+    with pytest.raises(TypeError, match=f"{LOSSES[name].__name__}: .*'distnace'; did you mean 'distance'"):
+        build(name, distnace="cosine")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: pydml.losses.MultiSimilarityLoss(aplha=2), "MultiSimilarityLoss: .*'aplha'; did you mean 'alpha'"),
+        (lambda: pydml.losses.ProxyAnchorLoss(3, 4, weight_regulariser=None), "did you mean 'weight_regularizer'"),
+        (lambda: pydml.distances.LpDistance(pwoer=2), "LpDistance: .*'pwoer'; did you mean 'power'"),
+        (lambda: pydml.reducers.ThresholdReducer(lo=2), "ThresholdReducer: .*'lo'; did you mean 'low'"),
+        (lambda: pydml.regularizers.LpRegularizer(powr=2), "LpRegularizer: .*'powr'; did you mean 'power'"),
+        (lambda: pydml.functional.contrastive_loss(None, neg_margn=1), "contrastive_loss: .*did you mean 'neg_margin'"),
+    ],
+)
+def test_a_misspelt_argument_names_the_class_and_the_nearest_one(make: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: pydml.losses.MultiSimilarityLoss(alpha=t),
+        lambda t: pydml.losses.ContrastiveLoss(denominator=t),
+        lambda t: pydml.losses.ContrastiveLoss(reducer=t),
+        lambda t: pydml.losses.ContrastiveLoss(distance=t),
+        lambda t: pydml.losses.MarginLoss(beta=t),
+        lambda t: pydml.losses.TripletMarginLoss(triplets_per_anchor=t),
+        lambda t: pydml.distances.LpDistance(normalize_embeddings=t),
+    ],
+)
+def test_a_tensor_given_to_a_constructor_is_not_printed_whole(make: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"float32 \[40, 40\]|Tensor") as wrong:
+        make(torch.rand(40, 40))
+    assert len(str(wrong.value)) < 200
 
 
 # Backends

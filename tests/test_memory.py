@@ -16,10 +16,10 @@ from pydml import miners
 from pydml.losses import (
     ContrastiveLoss,
     GeneralizedLiftedStructureLoss,
-    LiftedStructureLoss,
     MarginLoss,
     MultiSimilarityLoss,
     NCALoss,
+    NPairsLoss,
     TripletMarginLoss,
 )
 from pydml.memory import CrossBatchMemory
@@ -263,8 +263,8 @@ def test_a_large_memory_is_never_held_against_the_batch_at_once() -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="loss: got LiftedStructureLoss, which takes no reference set"):
-        CrossBatchMemory(LiftedStructureLoss(), DIM)
+    with pytest.raises(ValueError, match="loss: got NPairsLoss, which takes no reference set"):
+        CrossBatchMemory(NPairsLoss(), DIM)
     with pytest.raises(ValueError, match="loss: got TripletMarginLoss"):
         CrossBatchMemory(TripletMarginLoss(swap=True), DIM)
     with pytest.raises(TypeError, match="loss: got Linear"):

@@ -42,7 +42,7 @@ def test_preset_names_only_arguments_of_its_class_and_sets_them(name: str) -> No
     module = build(name)
     for argument, value in ALL[name].kwargs.items():
         if argument != "beta" or not getattr(module, "learn_beta", False):
-            assert getattr(module, argument) == value
+            assert setting(module, argument) == value
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -58,6 +58,10 @@ def test_preset_says_where_it_stands(name: str) -> None:
         named = chosen.recipe.get(word, "").partition(" ")[0].partition("(")[0].strip(":")
         if named:
             assert hasattr(getattr(pydml, f"{word}s"), named), f"{named} is no {word} of pydml"
+
+
+def setting(module: Any, argument: str) -> Any:
+    return module.kind if argument == "distance" else getattr(module, argument)
 
 
 def test_every_loss_has_a_preset() -> None:
@@ -97,7 +101,7 @@ def test_every_loss_has_a_preset() -> None:
 )
 def test_numbers_are_those_of_the_source(name: str, numbers: dict[str, Any]) -> None:
     module = build(name)
-    assert {argument: getattr(module, argument) for argument in numbers} == numbers
+    assert {argument: setting(module, argument) for argument in numbers} == numbers
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name.endswith("/pml")])

@@ -99,6 +99,13 @@ class ShardedBatch(Batch):
     def everything(self) -> Tensor:
         return self._gather(self.embeddings, "embeddings")
 
+    def draw_triplets(self, number: int) -> bool:
+        """See :meth:`Batch.draw_triplets`; the draws of the first rank count."""
+        drawn = super().draw_triplets(number)
+        for index in self.indices if drawn and self.indices is not None else ():
+            self._shards.group.broadcast(index, "triplets")
+        return drawn
+
     # Rows against columns
 
     @cached_property
@@ -185,24 +192,9 @@ class ShardedBatch(Batch):
         both = self._gather(torch.stack((total, above), 1), "sums over triplets")
         return both[:, 0], both[:, 1].detach()
 
-    def _positive_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, place among the positives of its row, and column of every positive pair."""
-        labels, among = self.known_labels(), self.ref_labels
-        assert among is not None
-        order = among.argsort(stable=True)
-        first, end = (torch.searchsorted(among[order], labels, right=right)[:, None] for right in (False, True))
-        most = int((end - first).amax()) if len(labels) else 0
-        at = first + torch.arange(most, device=labels.device)
-        column = order[at.clamp_max(len(order) - 1)]
-        real = at < end
-        if self.has_selves:
-            real &= column != torch.arange(len(labels), device=labels.device)[:, None]
-        i, place = real.nonzero(as_tuple=True)
-        return i, place, column[i, place]
-
     def _streamed_triplets(self, mode: str, margin: float, smooth: bool) -> tuple[Tensor, Tensor]:
         """The positives of a row are few and their similarities are known first; then negatives pass by."""
-        i, place, j = self._positive_pairs()
+        i, place, j = self.positive_pairs()
         u_ap = self.dots(i, j)
         positives = u_ap.new_full((self.size[0], int(place.amax()) + 1 if len(place) else 0), torch.inf)
         positives[i, place] = u_ap.detach()
@@ -310,13 +302,17 @@ class ShardedBatch(Batch):
 
     # Proxies
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"view": self.view, "normalize": self.normalize, "backend": self.backend}
+
     def _all_rows(self) -> Tensor:
         return gather_columns(self.rows, self._shards.group, self._shards.sizes, "embeddings")
 
     def proxy_stats(self, w: Tensor, classes: Tensor, policy: str, params: list[float], **pooling: Any) -> Tensor:
         shards, labels = self._shards, self.known_labels()
         w = w.to(self.dtype)
-        options: dict[str, Any] = {"view": self.view, "backend": self.backend, **pooling}
+        options: dict[str, Any] = self._options | pooling
         if shards.class_sizes is not None:  # all rows against the classes of this rank
             part = pair_stats(self._all_rows(), w, labels, classes, policy, params, **options)
             return lse_over_ranks(part, shards.group, "log-sum-exps over classes")
@@ -334,15 +330,13 @@ class ShardedBatch(Batch):
         shards, labels = self._shards, self.known_labels()
         w = w.to(self.dtype)
         if shards.class_sizes is not None:
-            own = pair_stats(
-                w, self._all_rows(), classes, labels, policy, params, col_field=col_field, backend=self.backend
-            )
+            own = pair_stats(w, self._all_rows(), classes, labels, policy, params, col_field=col_field, **self._options)
             return gather_rows(own, shards.group, shards.class_sizes, "statistics of proxies")
         col_field = None if col_field is None else col_field[shards.own]
         w = shared(w, shards.group, "proxies")
         if len(self.rows):
             part = pair_stats(
-                w, self.rows, classes, labels[shards.own], policy, params, col_field=col_field, backend=self.backend
+                w, self.rows, classes, labels[shards.own], policy, params, col_field=col_field, **self._options
             )
         else:
             part = torch.full_like(w[:, :1], -torch.inf).expand(-1, len(POLICIES[policy].slots))

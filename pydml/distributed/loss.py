@@ -91,7 +91,9 @@ class ShardedLoss(nn.Module):
             As for the loss itself; ``"dense"`` computes the whole matrix on every rank.
         """
         batch = self._sharded(embeddings, labels, indices_tuple, ref_emb, ref_labels, backend)
-        if batch.backend == "dense":
+        if self.loss.triplets_per_anchor != "all":
+            batch.draw_triplets(int(self.loss.triplets_per_anchor))
+        if batch.backend == "dense" or not self.loss.fuses:
             return self._dense(batch)
         return self.loss.evaluate(batch)
 

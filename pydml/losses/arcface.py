@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from typing_extensions import Unpack
 
-from pydml import checks
+from pydml import checks, distances
+from pydml.losses.base import Value
 from pydml.losses.batch import Batch, Dense
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
+from pydml.reducers import is_a
 
 
 class ArcFaceLoss(ProxyLoss):
@@ -46,19 +49,33 @@ class ArcFaceLoss(ProxyLoss):
         if margin > 180:
             raise ValueError(f"margin: got {margin!r}, wanted degrees in [0, 180]")
         self.scale = checks.number("scale", scale, above=0)
+        if not self.normalize_embeddings:
+            raise ValueError("normalize_embeddings: ArcFaceLoss got False, wanted True: it adds to an angle")
+        self.add_to_recordable_attributes(name="avg_angle", is_stat=True)
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """Class scores [B, C] without the margin, for prediction."""
-        x, w = (torch.nn.functional.normalize(t) for t in (embeddings, self.columns(embeddings)))
-        return self.scale * (x @ w.T)
+        return self.scale * super().get_logits(embeddings)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def check_distance(self, distance: Any) -> None:
+        unit = distances.kind(distance) == "cosine" and distance.normalize_embeddings
+        if not unit and not is_a(distance, "CosineSimilarity"):
+            raise ValueError(f"distance: ArcFaceLoss got {distance}, wanted CosineSimilarity(): it adds to an angle")
+
+    def _collect(self, batch: Batch) -> None:
+        super()._collect(batch)
+        if self.collect_stats:  # the angle to the own centre, in degrees
+            with torch.no_grad():
+                cosine = batch.proxy_dots(self.columns(batch.embeddings)).clamp(-1, 1)
+                self.avg_angle = math.degrees(cosine.acos().mean().item())
+
+    def fused(self, batch: Batch) -> Value:
         target, others = self.softmax_stats(batch, "arcface", [math.radians(self.margin), self.scale])
         return self.weighted(softplus(others - target), batch)
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         labels, m = batch.batch.known_labels(), math.radians(self.margin)
-        cosine = self.cosines(batch)
+        cosine = self.scores(batch)
         c = cosine.gather(1, labels[:, None]).clamp(-1, 1)
         square = 1 - c * c
         sine = torch.where(square > 0, torch.where(square > 0, square, 1).sqrt(), 0)

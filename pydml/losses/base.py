@@ -6,18 +6,25 @@ statistics (``fused``).
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pydml import checks
+from pydml import checks, distances, reducers
 from pydml.backends import resolve
+from pydml.distances import OTHER
 from pydml.losses.batch import Batch, Dense
 from pydml.ops import no_autocast
 from pydml.pml import joins
+from pydml.records import WithRecords
+from pydml.reducers import Losses, elements
+
+#: What ``dense`` and ``fused`` give: the loss, or its elements for a reducer that the engines do not have.
+Value = Tensor | Losses
 
 
 class Common(TypedDict, total=False):
@@ -29,17 +36,7 @@ class Common(TypedDict, total=False):
     reducer: Any
     embedding_regularizer: Callable[[Tensor], Tensor] | None
     embedding_reg_weight: float
-
-
-#: PML's reducers by class name -> what we call them.
-REDUCERS = {
-    "MeanReducer": "mean",
-    "SumReducer": "sum",
-    "AvgNonZeroReducer": "nonzero",
-    "PerAnchorReducer": "anchor",
-    "DoNothingReducer": "none",
-    "DivisorReducer": "divisor",
-}
+    collect_stats: bool | None
 
 
 def _distance(distance: Any, allowed: tuple[str, ...], normalize: bool) -> tuple[str, bool]:
@@ -60,15 +57,27 @@ def _distance(distance: Any, allowed: tuple[str, ...], normalize: bool) -> tuple
 
 
 @joins("losses.base_metric_loss_function", "BaseMetricLossFunction")
-class MetricLoss(nn.Module):
-    """Base of all losses."""
+class MetricLoss(WithRecords):
+    """Base of all losses.
 
-    #: Distances that the loss takes, the default first.
+    Attributes
+    ----------
+    distance, reducer
+        The objects, as in PML. Another one may be assigned.
+    kind, reduction
+        What the engines call them, ``"other"`` for those that they do not have.
+    """
+
+    #: Distances that the engines have for the loss, the default first.
     distances: ClassVar[tuple[str, ...]] = ("cosine",)
     #: Does it average over anchors? Then ``reduction=`` takes mean, sum and none; else only its own mean.
     over_anchors: ClassVar[bool] = True
-    #: What PML's reducers may ask for, the loss' own first.
+    #: Reductions that the engines have for the loss, its own first.
     reductions: ClassVar[tuple[str, ...]] = ("mean", "sum", "none", "nonzero", "anchor")
+    #: Are its elements pairs or triplets? Then a reducer that the engines do not have needs them listed.
+    lists: ClassVar[bool] = False
+    #: The parts of PML's dict.
+    sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
     #: Does it take ``ref_emb``? Does it take ``indices_tuple``?
     takes_ref: ClassVar[bool] = True
     takes_tuple: ClassVar[bool] = True
@@ -79,6 +88,10 @@ class MetricLoss(nn.Module):
     paper: ClassVar[str] = ""
     pml: ClassVar[str | None] = None
     epsilon: float | None = None
+    triplets_per_anchor: int | str = "all"
+    kind: str
+    reduction: str
+    normalize_embeddings: bool
 
     def __init__(
         self,
@@ -88,36 +101,79 @@ class MetricLoss(nn.Module):
         reducer: Any = None,
         embedding_regularizer: Callable[[Tensor], Tensor] | None = None,
         embedding_reg_weight: float = 1,
+        collect_stats: bool | None = None,
+        **unknown: Any,
     ) -> None:
-        nn.Module.__init__(self)  # PML's own __init__ would build distance and reducer modules that we do not use
-        self.collect_stats = False
-        normalize = checks.flag("normalize_embeddings", normalize_embeddings)
-        self.distance, self.normalize_embeddings = _distance(
-            self.distances[0] if distance is None else distance, self.distances, normalize
-        )
-        self.reduction = self._reduction(reduction, reducer)
+        checks.nothing_else(type(self), unknown)
+        WithRecords.__init__(self, collect_stats)  # PML's own __init__ is not ours
         self.embedding_regularizer = embedding_regularizer
         self.embedding_reg_weight = checks.number("embedding_reg_weight", embedding_reg_weight)
+        self.distance = self._distance(distance, checks.flag("normalize_embeddings", normalize_embeddings))
+        self.reducer = self._reducer(reduction, reducer)
         if embedding_regularizer is not None and self.reduction == "none":
             raise ValueError("embedding_regularizer: got one with reduction='none', wanted a reduction to a scalar")
 
-    def _reduction(self, reduction: str, reducer: Any) -> str:
-        own = self.reductions[0]
-        options = ("mean", "sum", "none") if self.over_anchors else ("mean",)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "distance":
+            self.kind = distances.kind(value)
+            self.normalize_embeddings = bool(getattr(value, "normalize_embeddings", True))
+        elif name == "reducer":
+            self.reduction = reducers.reduction(value, self.sub_losses)
+
+    def get_default_distance(self) -> Any:
+        """The distance where none is given."""
+        return distances.named(self.distances[0])
+
+    def get_default_reducer(self) -> Any:
+        """The reducer where none is given."""
+        return DEFAULTS[self.reductions[0]]()
+
+    def _distance(self, distance: Any, normalize: bool) -> Any:
+        """The distance object of the constructor's arguments."""
+        if distance is None and normalize:
+            return self.get_default_distance()
+        if distance is None or isinstance(distance, str):
+            name = self.distances[0] if distance is None else checks.choice("distance", distance, self.distances)
+            return distances.named(name, normalize)
+        if not callable(distance) or not hasattr(distance, "is_inverted") or reducers.is_a(distance, "BatchedDistance"):
+            wanted = ", ".join(map(repr, self.distances))
+            raise ValueError(f"distance: got {_called(distance)}, wanted one of {wanted} or a distance object")
+        self.check_distance(distance)
+        if getattr(distance, "normalize_embeddings", False) and not normalize:
+            distance = copy.copy(distance)
+            distance.normalize_embeddings = False
+        return distance
+
+    def check_distance(self, distance: Any) -> None:
+        """Refuse a distance object that means nothing to this loss."""
+        if self.pml is None and distances.kind(distance) not in self.distances:
+            wanted = ", ".join(map(repr, self.distances))
+            raise ValueError(f"distance: {type(self).__name__} got {_called(distance)}, wanted {wanted} or its like")
+
+    def _reducer(self, reduction: str, reducer: Any) -> Any:
+        """The reducer object of the constructor's arguments: one for each sub-loss, as in PML."""
         if reducer is None:
-            return own if checks.choice("reduction", reduction, options) == "mean" else reduction
-        if reduction != "mean":
+            checks.choice("reduction", reduction, ("mean", "sum", "none") if self.over_anchors else ("mean",))
+            reducer = self.get_default_reducer() if reduction == "mean" else DEFAULTS[reduction]()
+        elif reduction != "mean":
             raise ValueError(f"reducer: got one beside reduction={reduction!r}, wanted only one of the two")
-        name = type(reducer).__name__
-        kind = REDUCERS.get(name)
-        if kind == "anchor" and (
-            type(reducer.reducer).__name__ != "MeanReducer" or reducer.aggregation_func.__name__ != "aggregation_func"
-        ):
-            kind = None
-        if kind not in self.reductions:
-            wanted = ", ".join(k for k, v in REDUCERS.items() if v in self.reductions)
-            raise ValueError(f"reducer: {type(self).__name__} got {name}, wanted one of {wanted} with its defaults")
-        return kind
+        elif not callable(reducer):
+            raise TypeError(f"reducer: got {checks.shown(reducer)}, wanted a reducer, such as MeanReducer()")
+        kind = reducers.reduction(reducer, self.sub_losses)
+        if kind not in self.reductions and (kind == "divisor" or (self.pml is None and not self.over_anchors)):
+            wanted = ", ".join(name for name, known in reducers.REDUCTIONS.items() if known in self.reductions)
+            raise ValueError(f"reducer: {type(self).__name__} got {type(reducer).__name__}, wanted one of {wanted}")
+        names = self.sub_loss_names()
+        if reducers.is_a(reducer, "MultipleReducers", "DoNothingReducer"):
+            return reducer
+        if len(names) == 1:
+            return copy.deepcopy(reducer)
+        return reducers.MultipleReducers({name: copy.deepcopy(reducer) for name in names})
+
+    def sub_loss_names(self) -> list[str]:
+        """The parts of PML's dict, regularisers among them."""
+        return [*self.sub_losses, *([] if self.embedding_regularizer is None else ["embedding_reg_loss"])]
 
     def forward(
         self,
@@ -148,27 +204,75 @@ class MetricLoss(nn.Module):
         batch.backend = resolve(backend, embeddings.device)
         return self.evaluate(batch)
 
+    @property
+    def fuses(self) -> bool:
+        """Have the engines this distance and this reducer? If not, the whole matrix is computed, with autograd."""
+        return self.kind in self.distances and not (self.lists and self.listing)
+
+    @property
+    def listing(self) -> bool:
+        """Is the reducer one that the engines do not have? Then it gets the losses of all elements."""
+        return self.reduction not in self.reductions
+
     def evaluate(self, batch: Batch) -> Tensor:
         """The loss of checked arguments, which may be those of one process or of many."""
-        if 0 in batch.size:
-            return self.reduce(batch.zeros())
+        dense = batch.backend == "dense" or not self.fuses
         with no_autocast(batch.embeddings.device):
-            loss = batch.nan(self.dense(Dense(batch))) if batch.backend == "dense" else self.fused(batch)
-            if self.embedding_regularizer is not None:
-                loss = loss + self.embedding_reg_weight * self.embedding_regularizer(batch.everything())
-        return loss
+            if 0 in batch.size:
+                return self._finished(self.reduce(batch.zeros()), batch)
+            if self.triplets_per_anchor != "all":
+                batch.draw_triplets(int(self.triplets_per_anchor))
+            self._collect(batch)
+            if not dense:
+                return self._finished(self.fused(batch), batch)
+            value = self.dense(Dense(batch, self.distance if self.kind == OTHER else None))
+            return self._finished(batch.nan(value) if isinstance(value, Tensor) else value, batch)
+
+    def additions(self, batch: Batch) -> dict[str, Tensor]:
+        """What is added to the loss: regularisers, by PML's names."""
+        if self.embedding_regularizer is None or 0 in batch.size:
+            return {}
+        return {"embedding_reg_loss": self.embedding_reg_weight * self.embedding_regularizer(batch.everything())}
+
+    def _finished(self, value: Value, batch: Batch) -> Tensor:
+        """Add what is to be added, and call the reducer if it has not been part of the loss."""
+        additions = self.additions(batch)
+        if isinstance(value, Tensor):
+            for more in additions.values():
+                value = value + more
+            return value
+        for part in value.values():
+            if isinstance(part["losses"], Tensor) and not part["losses"].numel():
+                part["losses"] = 0  # as PML's reducers know it
+        parts = value | {name: elements(more, None, "already_reduced") for name, more in additions.items()}
+        embeddings = batch.everything().to(batch.dtype)
+        reduced: Tensor = self.reducer(parts, embeddings, batch.labels)  # DoNothingReducer: the dict
+        return batch.nan(reduced) if isinstance(reduced, Tensor) else reduced
+
+    def compared(self, batch: Batch) -> Tensor:
+        """The columns, as the distance object would get them."""
+        return batch.embeddings if batch.ref is None else batch.ref
+
+    def _collect(self, batch: Batch) -> None:
+        """The statistics that the distance object would have collected, had it been called."""
+        self.reset_stats()
+        if self.kind != OTHER and getattr(self.distance, "collect_stats", False):
+            rows, cols = batch.embeddings, self.compared(batch)
+            normal = [self.distance.maybe_normalize(x) for x in (rows, cols)]
+            self.distance.set_default_stats(rows, cols, *normal)
 
     def _batch(self, embeddings: Any, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any) -> Batch:
         """Check the arguments of a call."""
         name = type(self).__name__
-        z = checks.embeddings("embeddings", embeddings)
+        vectors = self.kind != OTHER  # the rows of another distance are its own affair
+        z = checks.embeddings("embeddings", embeddings, vectors=vectors)
         symmetric = ref_emb is None or ref_emb is embeddings
         if ref_emb is None and ref_labels is not None:
             raise ValueError("ref_labels: got labels without ref_emb, wanted both or neither")
         if not symmetric:
             if not self.takes_ref:
                 raise ValueError(f"ref_emb: {name} does not take a reference set")
-            checks.embeddings("ref_emb", ref_emb, like=z)
+            checks.embeddings("ref_emb", ref_emb, like=z, vectors=vectors)
         cols = z if symmetric else ref_emb
         pairs = None
         if indices_tuple is not None:
@@ -190,16 +294,20 @@ class MetricLoss(nn.Module):
     @property
     def view(self) -> str:
         """How the engines see a pair: what the oriented similarity u is."""
-        if self.distance == "cosine":
+        if self.kind == "cosine":
             return "cosine" if self.exact_cosines and self.normalize_embeddings else "dot"
-        return self.distance
+        return self.kind
 
     def oriented(self, margin: float) -> float:
         """A margin on the scale of u: distances are negative there."""
-        return margin if self.distance == "cosine" else -margin
+        return margin if self.distance.is_inverted else -margin
 
-    def reduce(self, values: Tensor, counted: Tensor | None = None) -> Tensor:
+    def reduce(self, values: Tensor, counted: Tensor | None = None) -> Value:
         """Reduce one value an anchor [B]; ``counted`` marks those that the loss' mean is over (default all)."""
+        if self.listing:
+            rows = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
+            anchors = rows.nonzero()[:, 0]
+            return {self.sub_losses[0]: elements(values[anchors], anchors, "element")}
         if counted is not None:
             values = torch.where(counted, values, 0)
         if self.reduction == "none":
@@ -211,16 +319,55 @@ class MetricLoss(nn.Module):
         number = len(values) if counted is None else counted.sum()
         return values.sum() / (max(number, 1) if isinstance(number, int) else number.clamp_min(1))
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         """The textbook formula on the whole matrix."""
         raise NotImplementedError
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         """The same by an engine."""
         raise NotImplementedError
 
-    def extra_repr(self) -> str:
+    @property
+    def _settings(self) -> list[str]:
         names = [n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "common")]
-        shown = [n for n in names if isinstance(getattr(self, n, None), (int, float, str)) or n == "epsilon"]
-        shown += [n for n in ("distance", "normalize_embeddings", "reduction") if n not in shown]
-        return ", ".join(f"{n}={getattr(self, n)!r}" for n in shown)
+        return [n for n in names if hasattr(self, n)]
+
+    @property
+    def _record_these(self) -> list[str]:
+        """What PML's loggers show: the numbers among the settings, and what was added by hand."""
+        numbers = [n for n in self._settings if isinstance(getattr(self, n), (int, float, Tensor))]
+        numbers = [n for n in numbers if not isinstance(getattr(self, n), bool)]
+        numbers += ["embedding_reg_weight"] if self.embedding_regularizer is not None else []
+        return numbers + [n for n in self.__dict__.get("_record_these", []) if n not in numbers]
+
+    def extra_repr(self) -> str:
+        shown = {n: getattr(self, n) for n in self._settings}
+        shown = {n: v for n, v in shown.items() if isinstance(v, (int, float, str)) or n == "epsilon"}
+        shown["distance"] = self.distance if self.kind == OTHER else self.kind
+        shown["normalize_embeddings"] = self.normalize_embeddings
+        shown["reduction"] = self.reducer if self.listing else self.reduction
+        return ", ".join(f"{n}={v!r}" for n, v in shown.items())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.extra_repr()})"
+
+
+#: What the engines call a reduction -> its reducer.
+DEFAULTS: dict[str, Callable[[], Any]] = {
+    "mean": reducers.MeanReducer,
+    "sum": reducers.SumReducer,
+    "none": reducers.RowReducer,
+    "nonzero": reducers.AvgNonZeroReducer,
+    "divisor": reducers.DivisorReducer,
+}
+
+
+def triplet_number(value: Any) -> int | str:
+    """Check ``triplets_per_anchor``."""
+    return "all" if isinstance(value, str) and value == "all" else checks.integer("triplets_per_anchor", value, least=1)
+
+
+def _called(distance: Any) -> str:
+    """A distance object by its class and what it measures."""
+    detail = "".join(f", {k}={getattr(distance, k)}" for k in ("p", "power") if hasattr(distance, k))
+    return f"{type(distance).__name__}{detail}"

@@ -22,6 +22,16 @@ def count_in(labels: Tensor, among: Tensor) -> Tensor:
     return torch.searchsorted(order, labels, right=True) - torch.searchsorted(order, labels)
 
 
+def joined(a1: Tensor, p: Tensor, a2: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs as triplets: each positive pair with each negative pair of its anchor."""
+    order = a2.sort(stable=True)
+    first = torch.searchsorted(order.values, a1)
+    number = torch.searchsorted(order.values, a1, right=True) - first
+    of = torch.repeat_interleave(torch.arange(len(a1), device=a1.device), number)
+    place = torch.arange(len(of), device=a1.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
+    return a1[of], p[of], n[order.indices[first[of] + place]]
+
+
 @dataclass
 class Batch:
     """Embeddings [B, d], labels [B], the reference set if there is one, the miner's tuple if there is one."""
@@ -47,7 +57,7 @@ class Batch:
 
     def self_columns(self) -> Tensor:
         """Which column each row is, where it is one."""
-        return torch.arange(len(self.embeddings), device=self.embeddings.device)
+        return torch.arange(self.size[0], device=self.embeddings.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +82,7 @@ class Batch:
 
     def zeros(self) -> Tensor:
         """The same for each row [B]."""
-        return self.embeddings.to(self.dtype).sum(1) * 0
+        return self.embeddings.to(self.dtype).flatten(1).sum(1) * 0
 
     def everything(self) -> Tensor:
         """All embeddings, for whoever has to see them themselves."""
@@ -93,12 +103,53 @@ class Batch:
         assert self.ref_labels is not None
         return count_in(labels, self.ref_labels) - int(self.has_selves)
 
+    def positive_pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, place among the positives of its row, and column of every positive pair, in the order of the rows."""
+        labels, among = self.known_labels(), self.ref_labels
+        assert among is not None
+        order = among.argsort(stable=True)
+        first, end = (torch.searchsorted(among[order], labels, right=right)[:, None] for right in (False, True))
+        most = int((end - first).amax()) if len(labels) else 0
+        at = first + torch.arange(most, device=labels.device)
+        column = order[at.clamp_max(len(order) - 1)]
+        real = at < end
+        if self.has_selves:
+            real &= column != self.self_columns()[:, None]
+        i, place = real.nonzero(as_tuple=True)
+        return i, place, column[i, place]
+
     def __post_init__(self) -> None:
         #: The miner's tuple as pairs (a1, p, a2, n).
         self.pairs: Pairs | None = None
         if self.indices is not None:
             a, p, *rest = self.indices
             self.pairs = (a, p, a, rest[0]) if len(rest) == 1 else (a, p, rest[0], rest[1])
+
+    def draw_triplets(self, number: int) -> bool:
+        """Take that many random triplets an anchor for the miner's tuple, if there is none; were they drawn?
+
+        The draws are PML's for the same seed. As there, a batch in a memory that holds it keeps all its triplets.
+        """
+        if self.indices is not None or (self.has_selves and self.ref is not None):
+            return False
+        labels, among = self.known_labels(), self.ref_labels
+        assert among is not None
+        found = []
+        for label in labels.unique():
+            rows, positives = (torch.where(y == label)[0] for y in (labels, among))
+            negatives = torch.where(among != label)[0]
+            choices = len(positives) - int(self.has_selves)
+            if choices < 1 or not len(negatives):
+                continue
+            a = torch.arange(len(rows)).repeat_interleave(number)
+            p = torch.randint(0, choices, a.shape)
+            n = torch.randint(0, len(negatives), a.shape)
+            p = p + ((p >= a) if self.has_selves else 0)  # the positives of an anchor are its class without itself
+            drawn = (of[at.to(of.device)] for of, at in ((rows, a), (positives, p), (negatives, n)))
+            found.append(torch.stack(tuple(drawn)))
+        a, p, n = torch.cat([*found, labels.new_empty(3, 0)], 1)
+        self.indices, self.pairs = (a, p, n), (a, p, a, n)
+        return True
 
     def unique_pairs(self) -> None:
         """Count a pair that occurs twice in the tuple once."""
@@ -120,13 +171,7 @@ class Batch:
         """The miner's tuple as triplets: pairs are joined on their anchor."""
         if self.indices is None or len(self.indices) == 3:
             return self.indices
-        a1, p, a2, n = self.indices
-        order = a2.sort(stable=True)
-        first = torch.searchsorted(order.values, a1)
-        number = torch.searchsorted(order.values, a1, right=True) - first
-        of = torch.repeat_interleave(torch.arange(len(a1), device=a1.device), number)
-        place = torch.arange(len(of), device=a1.device) - torch.repeat_interleave(number.cumsum(0) - number, number)
-        return a1[of], p[of], n[order.indices[first[of] + place]]
+        return joined(*self.indices)
 
     def weights(self, anchors_only: bool = False) -> Tensor | None:
         """Weight of each row: its occurrences in the tuple over the largest number of occurrences (PML's rule)."""
@@ -229,7 +274,7 @@ class Batch:
         """Row statistics [B, K] with proxies as columns."""
         return pair_stats(
             self.embeddings, w, self.known_labels(), classes, policy, params,
-            view=self.view, backend=self.backend, **pooling,
+            view=self.view, normalize=self.normalize, backend=self.backend, **pooling,
         )  # fmt: skip
 
     def anchor_stats(
@@ -238,8 +283,9 @@ class Batch:
         """Statistics [C, K] of proxies as rows, with the batch as columns."""
         labels = self.known_labels()
         return pair_stats(
-            w, self.embeddings, classes, labels, policy, params, col_field=col_field, backend=self.backend
-        )
+            w, self.embeddings, classes, labels, policy, params,
+            view=self.view, normalize=self.normalize, col_field=col_field, backend=self.backend,
+        )  # fmt: skip
 
     def proxy_dots(self, w: Tensor) -> Tensor:
         """Cosine [B] of each row and the proxy of its class."""
@@ -287,10 +333,11 @@ class Dense:
     """The whole matrix of one batch: what the textbook formulas are written with.
 
     ``pos`` and ``neg`` [R, N] say how often a pair counts: 0 or 1, or its occurrences in the miner's tuple.
+    ``distance`` is one that the engines do not have; ``u`` is then what it gives.
     """
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, batch: Batch, distance: Any = None) -> None:
+        self.batch, self.distance = batch, distance
         self.z = batch.embeddings.to(batch.dtype)
         self.ref = self.z if batch.ref is None else batch.ref.to(batch.dtype)
         if batch.normalize:
@@ -315,8 +362,34 @@ class Dense:
     @cached_property
     def u(self) -> Tensor:
         """Oriented similarities of the loss' distance."""
+        if self.distance is not None:
+            return self.against(self.ref)
         return {"dot": lambda: self.S, "cosine": lambda: self.S, "euclidean": lambda: -self.D,
                 "squared": lambda: -self.D.square()}[self.batch.view]()  # fmt: skip
+
+    def against(self, w: Tensor) -> Tensor:
+        """Oriented similarities of the rows and others, proxies say."""
+        if self.distance is not None:
+            mat: Tensor = self.distance(self.z, w)
+            return mat if self.distance.is_inverted else -mat
+        w = torch.nn.functional.normalize(w) if self.batch.normalize else w
+        if self.batch.view in ("dot", "cosine"):
+            return self.x @ w.T
+        d = torch.cdist(self.x, w, compute_mode="donot_use_mm_for_euclid_dist")
+        return -d if self.batch.view == "euclidean" else -d.square()
+
+    @property
+    def pairs(self) -> Pairs:
+        """The miner's pairs, or all."""
+        if self.batch.pairs is not None:
+            return self.batch.pairs
+        a1, p, a2, n = *self.same.nonzero(as_tuple=True), *self.diff.nonzero(as_tuple=True)
+        return a1, p, a2, n
+
+    @property
+    def triplets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The miner's triplets, or all."""
+        return self.batch.triplets or joined(*self.pairs)
 
     @cached_property
     def same(self) -> Tensor:
@@ -361,6 +434,13 @@ class Dense:
 def lse(terms: Tensor, times: Tensor, dim: int = 1) -> Tensor:
     """log Σ times·e^{term} along ``dim``; -inf where nothing is counted."""
     return torch.where(times > 0, terms + torch.log(times.clamp_min(1e-30)), -torch.inf).logsumexp(dim)
+
+
+def logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """torch.logaddexp, whose gradient is NaN where both are -inf; there neither has a share."""
+    empty = torch.isneginf(a) & torch.isneginf(b)
+    zero = torch.zeros_like(a)
+    return torch.where(empty, -torch.inf, torch.logaddexp(torch.where(empty, zero, a), torch.where(empty, zero, b)))
 
 
 def zero_if_empty(value: Tensor) -> Tensor:

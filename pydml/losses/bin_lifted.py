@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense, lse, zero_if_empty
 from pydml.policy import softplus
 
@@ -26,12 +25,12 @@ class BinLiftedLoss(MetricLoss):
         self.beta = checks.number("beta", beta, above=0)
         self.base = checks.number("base", base)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         stats = zero_if_empty(batch.stats("bin_lifted", [self.alpha, self.beta, self.base]))
         sum_pos, lse_pos, sum_neg, lse_neg = stats.unbind(1)
         return self.reduce(0.5 * ((sum_pos + lse_pos) / self.alpha + (sum_neg + lse_neg) / self.beta))
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         binomial_pos = (softplus(self.alpha * (self.base - batch.S)) * batch.pos).sum(1)
         binomial_neg = (softplus(self.beta * (batch.S - self.base)) * batch.neg).sum(1)
         positive = binomial_pos + zero_if_empty(lse(-self.alpha * batch.S, batch.pos))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense
 from pydml.losses.multi_similarity import mining_epsilon
 from pydml.policy import softplus
@@ -40,14 +39,14 @@ class BinomialDevianceLoss(MetricLoss):
         self.alpha = checks.number("alpha", alpha, above=0)
         self.beta = checks.number("beta", beta, above=0)
         self.base = checks.number("base", base)
-        self.epsilon = mining_epsilon(epsilon, self.distance)
+        self.epsilon = mining_epsilon(epsilon, self.kind)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         params = [self.alpha, self.beta, self.base]
         positive, n_pos, negative, n_neg = batch.stats("binomial", params, epsilon=self.epsilon).unbind(1)
         return self.reduce(positive / n_pos.clamp_min(1) + negative / n_neg.clamp_min(1))
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         if self.epsilon is not None:
             batch.mine(self.epsilon)
         positive = softplus(self.alpha * (self.base - batch.S)) * batch.pos

@@ -8,8 +8,10 @@ from torch.nn.functional import relu
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense
+from pydml.reducers import Losses, elements
+from pydml.sums import add_at
 
 
 class ContrastiveLoss(MetricLoss):
@@ -34,6 +36,8 @@ class ContrastiveLoss(MetricLoss):
     over_anchors = False
     exact_cosines = True
     reductions = ("nonzero", "mean", "sum", "anchor")
+    lists = True
+    sub_losses = ("pos_loss", "neg_loss")
     formula = "avg₊[D-m₊]₊ + avg₋[m₋-D]₊, over nonzero terms"
     paper = "Hadsell et al. 2006"
     pml = "ContrastiveLoss"
@@ -42,7 +46,7 @@ class ContrastiveLoss(MetricLoss):
         self, pos_margin: float = 0, neg_margin: float = 1, denominator: str = "nonzero", **common: Unpack[Common]
     ) -> None:
         super().__init__(**common)
-        least = None if self.distance == "cosine" else 0.0
+        least = None if self.distance.is_inverted else 0.0
         self.pos_margin = checks.number("pos_margin", pos_margin, least=least)
         self.neg_margin = checks.number("neg_margin", neg_margin, least=least)
         self.denominator = checks.choice("denominator", denominator, ("nonzero", "pairs", "batch"))
@@ -68,15 +72,25 @@ class ContrastiveLoss(MetricLoss):
         n_pos, n_neg = batch.counts
         return self._average(positive, above_pos, n_pos) + self._average(negative, above_neg, n_neg)
 
-    def dense(self, batch: Dense) -> Tensor:
+    def _hinges(self, batch: Dense) -> Losses:
+        a1, p, a2, n = batch.pairs
+        positive = relu(self.oriented(self.pos_margin) - batch.u[a1, p])
+        negative = relu(batch.u[a2, n] - self.oriented(self.neg_margin))
+        return {
+            "pos_loss": elements(positive, (a1, p), "pos_pair"),
+            "neg_loss": elements(negative, (a2, n), "neg_pair"),
+        }
+
+    def dense(self, batch: Dense) -> Value:
         if self.reduction == "anchor":
             batch.batch.unique_pairs()
-        hinges = (
-            (relu(self.oriented(self.pos_margin) - batch.u), batch.pos),
-            (relu(batch.u - self.oriented(self.neg_margin)), batch.neg),
-        )
-        loss = torch.zeros_like(batch.z[:0].sum())
-        for hinge, times in hinges:
-            above = (times * (hinge > 0)).sum(1)
-            loss = loss + self._average((hinge * times).sum(1), above, times.sum(1))
+        sides = self._hinges(batch)
+        if self.listing:
+            return sides
+        loss, nothing = torch.zeros_like(batch.z[:0].sum()), torch.zeros_like(batch.u[:, 0])
+        for side in sides.values():
+            hinge, (anchor, _) = side["losses"], side["indices"]
+            terms = (hinge, hinge > 0, torch.ones_like(hinge))
+            total, above, pairs = (add_at(nothing, anchor, x.to(hinge.dtype)) for x in terms)
+            loss = loss + self._average(total, above, pairs)
         return loss

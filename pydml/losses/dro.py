@@ -10,7 +10,7 @@ from torch.nn.functional import relu
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense, lse
 from pydml.policy import softplus
 
@@ -179,14 +179,14 @@ class DROKLGroupedLoss(_DROLoss):
         self.gamma_neg = checks.number("gamma_neg", gamma_neg, above=0)
         self._set(base_loss, margin, threshold, alpha, beta)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         stats = batch.stats(*self.policy(self.gamma_pos, self.gamma_neg))
         number = torch.stack(batch.counts, 1)
         counted = (number > 0) | stats.isnan()
         positive, negative = torch.where(counted, stats - number.clamp_min(1).to(stats.dtype).log(), 0).unbind(1)
         return self.reduce(self.gamma_pos * positive + self.gamma_neg * negative)
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         losses = self.pair_loss(batch.S, batch.same)
         total = torch.zeros_like(losses[:, 0])
         for gamma, side in ((self.gamma_pos, batch.pos), (self.gamma_neg, batch.neg)):

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense
 from pydml.policy import softplus
 
@@ -71,7 +71,7 @@ class ExtremeTripletLoss(MetricLoss):
         """Anchors that the mean is over."""
         return found & (s_ap > 0) & (s_an > 0) if self.official else found
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         if self.official:
             p, n = batch.extremes_up_to(self.DUPLICATE, self.negative == "semihard")
         else:
@@ -81,7 +81,7 @@ class ExtremeTripletLoss(MetricLoss):
         values = self._loss(s_ap, s_an)
         return self.reduce(values, self._counted(s_ap, s_an, (p >= 0) & (n >= 0)) | values.isnan())
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         s, same, diff = batch.S, batch.same, batch.diff
         a = torch.arange(len(s), device=s.device)
         if self.official:

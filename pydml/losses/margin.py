@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value, triplet_number
 from pydml.losses.batch import Batch, Dense
+from pydml.reducers import Losses, elements
 
 
 class MarginLoss(MetricLoss):
@@ -26,13 +25,22 @@ class MarginLoss(MetricLoss):
     margin, nu, beta
         m, ν, β. ν counts only with ``learn_beta=True``: one β adds ν·β, β per class adds ν·Σβ[y_a] over the
         triplets divided by the number of nonzero terms.
+    triplets_per_anchor
+        ``"all"``, or how many random ones to draw where there is no tuple.
     learn_beta, num_classes
         Make β a parameter; one β for each class 0 … num_classes-1.
+
+    Attributes
+    ----------
+    beta
+        β as a tensor [1] or [num_classes], a parameter if it is learned.
     """
 
     distances = ("euclidean", "cosine", "squared")
     over_anchors = False
     reductions = ("divisor", "mean", "sum")
+    lists = True
+    sub_losses = ("margin_loss", "beta_reg_loss")
     formula = "Σ([m+D_ap-β]₊ + [m+β-D_an]₊) / nonzero terms"
     paper = "Wu et al. 2017"
     pml = "MarginLoss"
@@ -42,7 +50,7 @@ class MarginLoss(MetricLoss):
         margin: float = 0.2,
         nu: float = 0,
         beta: float = 1.2,
-        triplets_per_anchor: str = "all",
+        triplets_per_anchor: int | str = "all",
         learn_beta: bool = False,
         num_classes: int | None = None,
         **common: Unpack[Common],
@@ -50,17 +58,16 @@ class MarginLoss(MetricLoss):
         super().__init__(**common)
         self.margin = checks.number("margin", margin, least=0)
         self.nu = checks.number("nu", nu, least=0)
-        checks.choice("triplets_per_anchor", triplets_per_anchor, ("all",))
+        self.triplets_per_anchor = triplet_number(triplets_per_anchor)
         self.learn_beta = checks.flag("learn_beta", learn_beta)
         self.num_classes = None if num_classes is None else checks.integer("num_classes", num_classes, least=1)
-        checks.number("beta", beta)
-        self.beta: Any = nn.Parameter(torch.full((num_classes or 1,), float(beta))) if learn_beta else beta
+        beta = checks.number("beta", beta.item() if isinstance(beta, Tensor) and beta.numel() == 1 else beta)
+        known = torch.full((num_classes or 1,), float(beta), dtype=None if learn_beta else torch.float64)
+        self.beta: Tensor = nn.Parameter(known) if learn_beta else known  # a constant is kept to its last digit
 
     def _betas(self, batch: Batch) -> Tensor:
         """β of every anchor [B]."""
-        if not self.learn_beta:
-            return torch.full((batch.size[0],), self.beta, dtype=batch.dtype, device=batch.embeddings.device)
-        beta: Tensor = self.beta.to(batch.dtype)
+        beta = self.beta.to(batch.embeddings.device, batch.dtype)
         if len(beta) == 1:
             return beta.expand(batch.size[0])
         labels = batch.known_labels()
@@ -87,7 +94,7 @@ class MarginLoss(MetricLoss):
 
     def fused(self, batch: Batch) -> Tensor:
         betas = self._betas(batch)
-        center = betas if self.distance == "cosine" else -betas
+        center = betas if self.distance.is_inverted else -betas
         stats = batch.stats("hinge", [self.margin, -self.margin], row_field=center.detach())
         positive, above_pos, negative, above_neg = stats.unbind(1)
         shift = center - center.detach()  # β enters the hinges as a number; their counts are its derivative
@@ -98,10 +105,25 @@ class MarginLoss(MetricLoss):
             per_pos * positive + per_neg * negative, per_pos * above_pos + per_neg * above_neg, triplets, betas
         )
 
-    def dense(self, batch: Dense) -> Tensor:
+    def _triplets(self, batch: Dense, pos: Tensor, neg: Tensor, betas: Tensor) -> Losses:
+        """The sum of the two hinges of every triplet, and the ν-term, as PML's reducers get them."""
+        a, p, n = batch.triplets
+        positive, negative = pos[a, p], neg[a, n]
+        divisor = (positive > 0).sum() + (negative > 0).sum()
+        regular = elements(0, None, "already_reduced")
+        if self.learn_beta and len(a):
+            one = len(self.beta) == 1
+            nu = self.nu * (betas[:1] if one else betas[a])
+            regular = elements(nu, None, "already_reduced") if one else elements(nu, a, "element", divisor=divisor)
+        hinges = elements(positive + negative, (a, p, n), "triplet", divisor=divisor)
+        return {"margin_loss": hinges, "beta_reg_loss": regular}
+
+    def dense(self, batch: Dense) -> Value:
         betas = self._betas(batch.batch)
-        center = (betas if self.distance == "cosine" else -betas)[:, None]
+        center = (betas if self.distance.is_inverted else -betas)[:, None]
         pos, neg = relu(self.margin + center - batch.u), relu(self.margin + batch.u - center)
+        if self.listing:
+            return self._triplets(batch, pos, neg, betas)
         per_pos, per_neg = self._times(batch.batch)
         total = per_pos * (pos * batch.pos).sum(1) + per_neg * (neg * batch.neg).sum(1)
         above = per_pos * ((pos > 0) * batch.pos).sum(1) + per_neg * ((neg > 0) * batch.neg).sum(1)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense, lse
 from pydml.policy import softplus
 
 
-def mining_epsilon(epsilon: float | None, distance: str) -> float | None:
+def mining_epsilon(epsilon: float | None, kind: str) -> float | None:
     """Check the ε of Multi-Similarity mining, which compares cosine similarities."""
     if epsilon is None:
         return None
-    if distance != "cosine":
-        raise ValueError(f"epsilon: got one with distance={distance!r}, wanted distance='cosine': mining compares S")
+    if kind != "cosine":
+        raise ValueError(f"epsilon: got one with distance={kind!r}, wanted distance='cosine': mining compares S")
     return checks.number("epsilon", epsilon)
 
 
@@ -56,15 +55,15 @@ class MultiSimilarityLoss(MetricLoss):
         self.alpha = checks.number("alpha", alpha, above=0)
         self.beta = checks.number("beta", beta, above=0)
         self.base = checks.number("base", base)
-        self.epsilon = mining_epsilon(epsilon, self.distance)
+        self.epsilon = mining_epsilon(epsilon, self.kind)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         batch.unique_pairs()
         base = self.oriented(self.base)
         stats = batch.stats("exponential", [-self.alpha, base, self.beta, base], epsilon=self.epsilon)
         return self.reduce(softplus(stats[:, 0]) / self.alpha + softplus(stats[:, 1]) / self.beta)
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         batch.batch.unique_pairs()
         if self.epsilon is not None:
             batch.mine(self.epsilon)
@@ -89,11 +88,11 @@ class MSMiningLoss(MetricLoss):
         super().__init__(**common)
         self.epsilon = checks.number("epsilon", epsilon)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         s_pos, n_pos, s_neg, n_neg = batch.stats("mean", [], epsilon=self.epsilon).unbind(1)
         return self.reduce((n_pos - s_pos) / n_pos.clamp_min(1) + s_neg / n_neg.clamp_min(1))
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         batch.mine(self.epsilon)
         positive = ((1 - batch.S) * batch.pos).sum(1) / batch.pos.sum(1).clamp_min(1)
         negative = (batch.S * batch.neg).sum(1) / batch.neg.sum(1).clamp_min(1)

@@ -7,9 +7,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from typing_extensions import Unpack
 
-from pydml.losses.base import Common, MetricLoss
+from pydml.distances import DotProductSimilarity
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense
 from pydml.policy import softplus
+from pydml.reducers import elements
 from pydml.sums import add_at
 
 
@@ -27,6 +29,10 @@ class NPairsLoss(MetricLoss):
 
     def __init__(self, **common: Unpack[Common]) -> None:
         super().__init__(**common)
+        self.add_to_recordable_attributes(name="num_pairs", is_stat=True)
+
+    def get_default_distance(self) -> DotProductSimilarity:
+        return DotProductSimilarity()
 
     def _pairs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Anchor, positive and «this is a pair» [B//2] (of a tuple: up to B): padded, so of static shape."""
@@ -47,14 +53,18 @@ class NPairsLoss(MetricLoss):
         at = torch.argsort(~first, stable=True)[: len(labels) // 2]
         return order[at], order[1:][at], first[at]
 
-    def _scatter(self, values: Tensor, anchor: Tensor, real: Tensor, batch: Batch) -> Tensor:
+    def _scatter(self, values: Tensor, anchor: Tensor, real: Tensor, batch: Batch) -> Value:
         """Values of the pairs at their anchors [B]."""
+        if self.collect_stats:
+            self.num_pairs = int(real.sum())
+        if self.listing:
+            return {"loss": elements(values[real], anchor[real], "element")}
         values = torch.where(real, values, 0)
         rows = torch.zeros(batch.size[0], dtype=values.dtype, device=values.device)
         counted = add_at(torch.zeros_like(rows), anchor, real.to(rows.dtype)) > 0
         return self.reduce(add_at(rows, anchor, values), counted)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         anchor, positive, real = self._pairs(batch)
         if not len(anchor):
             return self.reduce(batch.zeros())
@@ -62,9 +72,9 @@ class NPairsLoss(MetricLoss):
         stats = batch.stats_between(anchor, positive, "exponential", [1.0, 0.0, 1.0, 0.0], padding)
         own, others = stats.unbind(1)
         values = softplus(torch.where(real, others - own, 0))
-        return batch.nan(self._scatter(values, anchor, real, batch))
+        return self._scatter(torch.where(batch.nan(values.new_zeros(())) == 0, values, torch.nan), anchor, real, batch)
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         anchor, positive, real = self._pairs(batch.batch)
         anchor, positive = anchor[real], positive[real]
         if not len(anchor):

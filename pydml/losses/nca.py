@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense, lse
 from pydml.policy import softplus
 
@@ -29,7 +28,7 @@ class NCALoss(MetricLoss):
         super().__init__(**common)
         self.softmax_scale = checks.number("softmax_scale", softmax_scale, above=0)
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         scale = self.softmax_scale
         positive, negative = batch.stats("exponential", [scale, 0.0, scale, 0.0], listed=False).unbind(1)
         counted = ~torch.isneginf(positive)
@@ -37,7 +36,7 @@ class NCALoss(MetricLoss):
         weights = batch.weights()
         return self.reduce(values if weights is None else values * weights, counted)
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         logits = self.softmax_scale * batch.u
         everything = lse(logits, (batch.same | batch.diff).to(logits.dtype))
         values = everything - lse(logits, batch.same.to(logits.dtype))

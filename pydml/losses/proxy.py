@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense
 
 Init = Callable[[Tensor], Any]
@@ -33,22 +33,29 @@ class ProxyLoss(MetricLoss):
     parameter: ClassVar[str] = "proxies"
     transposed: ClassVar[bool] = False
 
-    def __init__(self, num_classes: int, embedding_size: int, centers: int = 1, **common: Unpack[ProxyCommon]) -> None:
-        init = common.pop("weight_init_func", None)
-        self_regularizer = common.pop("weight_regularizer", None)
-        weight = checks.number("weight_reg_weight", common.pop("weight_reg_weight", 1))
-        super().__init__(**common)  # type: ignore[misc]
-        if not self.normalize_embeddings:
-            raise ValueError(f"normalize_embeddings: {type(self).__name__} got False, wanted True")
+    def __init__(
+        self,
+        num_classes: int,
+        embedding_size: int,
+        centers: int = 1,
+        /,
+        weight_init_func: Init | None = None,
+        weight_regularizer: Regularizer | None = None,
+        weight_reg_weight: float = 1,
+        **common: Unpack[Common],
+    ) -> None:
+        self._regularized = weight_regularizer is not None  # the reducer asks for the names of the sub-losses
+        super().__init__(**common)
         self.num_classes = checks.integer("num_classes", num_classes, least=1)
         self.class_range = range(num_classes)  # whose proxies this process holds
         self.embedding_size = checks.integer("embedding_size", embedding_size, least=1)
         rows = num_classes * centers
         shape = (embedding_size, rows) if self.transposed else (rows, embedding_size)
         self.register_parameter(self.parameter, nn.Parameter(torch.empty(shape)))
-        (init or self.initialize)(getattr(self, self.parameter).data)
-        self.weight_regularizer, self.weight_reg_weight = self_regularizer, weight
-        if self_regularizer is not None and self.reduction == "none":
+        (weight_init_func or self.initialize)(getattr(self, self.parameter).data)
+        self.weight_regularizer = weight_regularizer
+        self.weight_reg_weight = checks.number("weight_reg_weight", weight_reg_weight)
+        if weight_regularizer is not None and self.reduction == "none":
             raise ValueError("weight_regularizer: got one with reduction='none', wanted a reduction to a scalar")
 
     @staticmethod
@@ -59,6 +66,10 @@ class ProxyLoss(MetricLoss):
         """The proxies [C·K, d] in the dtype of the embeddings."""
         w: Tensor = getattr(self, self.parameter)
         return (w.T if self.transposed else w).to(like.dtype)
+
+    def seen(self, like: Tensor) -> Tensor:
+        """The same as the distance gets them."""
+        return self.columns(like)
 
     def _batch(self, *arguments: Any) -> Batch:
         batch = super()._batch(*arguments)
@@ -76,12 +87,23 @@ class ProxyLoss(MetricLoss):
         checks.within("labels", labels, self.num_classes, f"classes of num_classes={self.num_classes}")
         return batch
 
-    def evaluate(self, batch: Batch) -> Tensor:
-        """See :meth:`MetricLoss.evaluate`; adds the weight regulariser."""
-        loss = super().evaluate(batch)
+    def sub_loss_names(self) -> list[str]:
+        return [*super().sub_loss_names(), *(["weight_reg_loss"] if self._regularized else [])]
+
+    def additions(self, batch: Batch) -> dict[str, Tensor]:
+        more = super().additions(batch)
         if self.weight_regularizer is not None:
-            loss = loss + self.weight_reg_weight * self.weight_regularizer(self.columns(loss))
-        return loss
+            regular = self.weight_regularizer(self.columns(batch.embeddings.new_empty(0, dtype=batch.dtype)))
+            more["weight_reg_loss"] = self.weight_reg_weight * regular
+        return more
+
+    def compared(self, batch: Batch) -> Tensor:
+        return self.seen(batch.embeddings)
+
+    def get_logits(self, embeddings: Tensor) -> Tensor:
+        """What the distance gives for every embedding and every proxy [B, C]; a similarity: scores for prediction."""
+        logits: Tensor = self.distance(embeddings, self.seen(embeddings))
+        return logits
 
     def classes(self, like: Tensor) -> Tensor:
         """The labels of the columns."""
@@ -90,16 +112,15 @@ class ProxyLoss(MetricLoss):
     def softmax_stats(self, batch: Batch, policy: str, params: list[float], **keywords: Any) -> tuple[Tensor, Tensor]:
         """The target's logit and the log-sum-exp of the others, of each row."""
         z = batch.embeddings
-        stats = batch.proxy_stats(self.columns(z), self.classes(z), policy, params, **keywords)
+        stats = batch.proxy_stats(self.seen(z), self.classes(z), policy, params, **keywords)
         target, others = stats.unbind(1)
         return target, others
 
-    def cosines(self, batch: Dense) -> Tensor:
-        """cos(x_i, w_c) [B, C·K]."""
-        w = torch.nn.functional.normalize(self.columns(batch.z))
-        return batch.x @ w.T
+    def scores(self, batch: Dense) -> Tensor:
+        """u of every row and every proxy [B, C·K]."""
+        return batch.against(self.seen(batch.z))
 
-    def weighted(self, values: Tensor, batch: Batch, anchors_only: bool = False) -> Tensor:
+    def weighted(self, values: Tensor, batch: Batch, anchors_only: bool = False) -> Value:
         """Reduce one value a row, weighted by the tuple."""
         weights = batch.weights(anchors_only)
         return self.reduce(values if weights is None else values * weights)

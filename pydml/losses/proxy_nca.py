@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from typing_extensions import Unpack
 
 from pydml import checks
+from pydml.losses.base import Value
 from pydml.losses.batch import Batch, Dense
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
@@ -38,16 +38,13 @@ class ProxyNCALoss(ProxyLoss):
         if not include_positive and num_classes < 2:
             raise ValueError(f"num_classes: got {num_classes} with include_positive=False, wanted at least 2")
 
-    def fused(self, batch: Batch) -> Tensor:
+    def fused(self, batch: Batch) -> Value:
         scale = self.softmax_scale
         target, others = self.softmax_stats(batch, "exponential", [scale, 0.0, scale, 0.0])
         gap = others - target
         return self.weighted(softplus(gap) if self.include_positive else gap, batch, anchors_only=True)
 
-    def dense(self, batch: Dense) -> Tensor:
-        w = torch.nn.functional.normalize(self.columns(batch.z))
-        distance = torch.cdist(batch.x, w, compute_mode="donot_use_mm_for_euclid_dist")
-        u = {"squared": -distance.square(), "euclidean": -distance, "cosine": batch.x @ w.T}[self.distance]
-        logits, labels = self.softmax_scale * u, batch.batch.known_labels()[:, None]
+    def dense(self, batch: Dense) -> Value:
+        logits, labels = self.softmax_scale * self.scores(batch), batch.batch.known_labels()[:, None]
         total = logits if self.include_positive else logits.scatter(1, labels, -torch.inf)
         return self.weighted(total.logsumexp(1) - logits.gather(1, labels)[:, 0], batch.batch, anchors_only=True)

@@ -44,6 +44,8 @@ class ProxyRepulsionLoss(ProxyLoss):
         **common: Unpack[ProxyCommon],
     ) -> None:
         super().__init__(num_classes, embedding_size, **common)
+        if not self.normalize_embeddings:
+            raise ValueError("normalize_embeddings: ProxyRepulsionLoss got False, wanted True: it is one of cosines")
         self.margin = checks.number("margin", margin)
         self.alpha = checks.number("alpha", alpha, above=0)
         self.variant = checks.choice("variant", variant, ("batch", "proxy"))
@@ -76,7 +78,7 @@ class ProxyRepulsionLoss(ProxyLoss):
         return self._average(positive, negative)
 
     def dense(self, batch: Dense) -> Tensor:
-        s = self.cosines(batch)
+        s = self.scores(batch)
         positives = torch.nn.functional.one_hot(batch.batch.known_labels(), self.num_classes).to(s.dtype)
         positive = lse(-self.alpha * (s - self.margin) + (batch.weights() - 1)[:, None], positives, dim=0)
         if self.variant == "proxy":

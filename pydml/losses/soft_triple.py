@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import Unpack
 
 from pydml import checks
+from pydml.losses.base import Value
 from pydml.losses.batch import Batch, Dense
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
@@ -57,11 +59,15 @@ class SoftTripleLoss(ProxyLoss):
     def initialize(w: Tensor) -> None:
         nn.init.kaiming_uniform_(w, a=math.sqrt(5))
 
-    def _merge(self, like: Tensor) -> Tensor:
+    def additions(self, batch: Batch) -> dict[str, Tensor]:
+        more, k = super().additions(batch), self.centers_per_class
+        if self.tau and k > 1 and 0 not in batch.size:
+            more["merging_loss"] = batch.over_classes(self._merging(batch.embeddings.new_empty(0, dtype=batch.dtype)))
+        return more
+
+    def _merging(self, like: Tensor) -> Tensor:
         """The τ-term."""
         k = self.centers_per_class
-        if not self.tau or k == 1:
-            return like.new_zeros(())
         w = torch.nn.functional.normalize(self.columns(like)).unflatten(0, (-1, k))
         i, j = torch.triu_indices(k, k, 1, device=w.device).unbind()
         gram = (w @ w.transpose(1, 2))[:, i, j]
@@ -73,20 +79,21 @@ class SoftTripleLoss(ProxyLoss):
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """Class scores S_ic [B, C], for prediction."""
-        x, w = (torch.nn.functional.normalize(t) for t in (embeddings, self.columns(embeddings)))
-        return self._pooled(x @ w.T)
+        return self._pooled(super().get_logits(embeddings))
 
-    def fused(self, batch: Batch) -> Tensor:
+    def check_distance(self, distance: Any) -> None:
+        if not distance.is_inverted:
+            raise ValueError(f"distance: SoftTripleLoss got {distance}, wanted a similarity such as CosineSimilarity()")
+
+    def fused(self, batch: Batch) -> Value:
         params = [self.la, self.margin, self.la, 0.0]
         pooling = {"pool_size": self.centers_per_class, "sharpness": 1 / self.gamma}
         target, others = self.softmax_stats(batch, "exponential", params, **pooling)
-        loss = self.weighted(softplus(others - target), batch)
-        return loss + batch.over_classes(self._merge(loss))
+        return self.weighted(softplus(others - target), batch)
 
-    def dense(self, batch: Dense) -> Tensor:
+    def dense(self, batch: Dense) -> Value:
         labels = batch.batch.known_labels()
-        pooled = self._pooled(self.cosines(batch))
+        pooled = self._pooled(self.scores(batch))
         target = torch.nn.functional.one_hot(labels, self.num_classes).to(pooled.dtype)
         values = cross_entropy(self.la * (pooled - self.margin * target), labels, reduction="none")
-        loss = self.weighted(values, batch.batch)
-        return loss + self._merge(loss)
+        return self.weighted(values, batch.batch)

@@ -8,9 +8,10 @@ from torch.nn.functional import relu
 from typing_extensions import Unpack
 
 from pydml import checks
-from pydml.losses.base import Common, MetricLoss
+from pydml.losses.base import Common, MetricLoss, Value, triplet_number
 from pydml.losses.batch import Batch, Dense
 from pydml.policy import softplus
+from pydml.reducers import elements
 
 
 class TripletMarginLoss(MetricLoss):
@@ -26,6 +27,8 @@ class TripletMarginLoss(MetricLoss):
         Use D_pn instead of D_an where it is smaller (anchor swap).
     smooth_loss
         softplus instead of the hinge.
+    triplets_per_anchor
+        ``"all"``, or how many random ones to draw where there is no tuple.
     triplets
         ``"all"``; ``"hard"``: the hardest positive and negative of each anchor (PML's ``BatchHardMiner``);
         ``"semihard"``: for each positive pair the most similar negative with S_an < S_ap.
@@ -40,6 +43,7 @@ class TripletMarginLoss(MetricLoss):
     distances = ("euclidean", "cosine", "squared")
     over_anchors = False
     reductions = ("nonzero", "mean", "sum")
+    lists = True
     formula = "avg of nonzero [D_ap-D_an+m]₊"
     paper = "Schroff et al. 2015"
     pml = "TripletMarginLoss"
@@ -49,7 +53,7 @@ class TripletMarginLoss(MetricLoss):
         margin: float = 0.05,
         swap: bool = False,
         smooth_loss: bool = False,
-        triplets_per_anchor: str = "all",
+        triplets_per_anchor: int | str = "all",
         triplets: str = "all",
         **common: Unpack[Common],
     ) -> None:
@@ -57,10 +61,14 @@ class TripletMarginLoss(MetricLoss):
         self.margin = checks.number("margin", margin, least=0)
         self.swap = checks.flag("swap", swap)
         self.smooth_loss = checks.flag("smooth_loss", smooth_loss)
-        checks.choice("triplets_per_anchor", triplets_per_anchor, ("all",))
+        self.triplets_per_anchor = triplet_number(triplets_per_anchor)
         self.triplets = checks.choice("triplets", triplets, ("all", "hard", "semihard"))
         if triplets == "semihard" and swap:
             raise ValueError("swap: got True with triplets='semihard', wanted triplets='all' or 'hard'")
+        if triplets != "all" and triplets_per_anchor != "all":
+            raise ValueError(
+                f"triplets_per_anchor: got {triplets_per_anchor!r} beside triplets={triplets!r}, wanted 'all'"
+            )
         if triplets == "semihard" and self.reduction == "mean":
             raise ValueError(
                 "reducer: got MeanReducer with triplets='semihard', wanted AvgNonZeroReducer or SumReducer"
@@ -105,7 +113,7 @@ class TripletMarginLoss(MetricLoss):
         n_pos, n_neg = batch.counts
         return self._average(total.sum(), above.sum(), (n_pos * n_neg).sum())
 
-    def _dense_triplets(self, batch: Dense) -> tuple[Tensor, Tensor, Tensor]:
+    def _chosen(self, batch: Dense) -> tuple[Tensor, Tensor, Tensor]:
         u, same, diff = batch.u.detach(), batch.same, batch.diff
         a = torch.arange(len(u), device=u.device)
         if self.triplets == "hard":
@@ -116,9 +124,6 @@ class TripletMarginLoss(MetricLoss):
         found = []
         for i in a:
             p, n = same[i].nonzero()[:, 0], diff[i].nonzero()[:, 0]
-            if self.triplets == "all":
-                found.append(torch.cartesian_prod(i[None], p, n))
-                continue
             below = u[i, n][None, :] < u[i, p][:, None]
             p, below = p[below.any(1)], below[below.any(1)]
             if len(p):
@@ -127,8 +132,10 @@ class TripletMarginLoss(MetricLoss):
         a, p, n = torch.cat([*found, a.new_empty(0, 3)]).T
         return a, p, n
 
-    def dense(self, batch: Dense) -> Tensor:
-        a, p, n = batch.batch.triplets or self._dense_triplets(batch)
+    def dense(self, batch: Dense) -> Value:
+        a, p, n = batch.triplets if self.triplets == "all" else self._chosen(batch)
         u_an = torch.maximum(batch.u[a, n], batch.u[p, n]) if self.swap else batch.u[a, n]
         term = self._loss(batch.u[a, p], u_an)
+        if self.listing:
+            return {"loss": elements(term, (a, p, n), "triplet")}
         return self._average(term.sum(), (term > 0).sum(), torch.tensor(len(a), device=term.device))
