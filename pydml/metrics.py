@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pydml import checks, ops
 from pydml.backends import resolve
+from pydml.tiled.sides import twins
 
 __all__ = ["map_at_r", "nmi", "r_precision", "recall_at_k", "retrieval_metrics"]
 
@@ -218,6 +219,9 @@ def _dense_rank(
     if normalize:
         q, g = torch.nn.functional.normalize(q), torch.nn.functional.normalize(g)
     s = q @ g.T
+    first = twins(g)
+    if first is not None:  # equal columns tie, whatever bits the product gave them
+        s = s[:, first]
     same = labels[:, None] == (labels if gallery_labels is None else gallery_labels)[None, :]
     if gallery is None:  # the query itself comes last, as a negative
         same.fill_diagonal_(False)

@@ -11,6 +11,7 @@ import pydml._C  # noqa: F401  (registers torch.ops.pydml_cpu)
 from pydml import tiled
 from pydml.backends import Kernel
 from pydml.policy import POLICIES
+from pydml.tiled.sides import Side, compute_dtype, twins
 
 #: Engines of the extension, by the names of the ops.
 ENGINES = (
@@ -83,6 +84,20 @@ def _modest_classes(name: str, first_label: int) -> Kernel:
     return run
 
 
+def _rank(rows: Tensor, cols: Tensor | None, row_labels: Tensor, col_labels: Tensor | None, normalize: bool) -> Any:
+    """The C++ kernel, or the tiled one where equal columns have different labels: BLAS may give them different bits.
+
+    fp64 has dot products of our own, which do not.
+    """
+    columns, labels = (rows, row_labels) if cols is None else (cols, col_labels)
+    arguments = rows, cols, row_labels, col_labels, normalize
+    if compute_dtype(rows) != torch.float64:
+        first = twins(Side(columns, normalize).x)
+        if first is not None and bool((labels != labels[first]).any()):  # type: ignore[index]
+            return tiled.KERNELS["rank"](*arguments)
+    return _modest_classes("rank", 2)(*arguments)
+
+
 missing = [name for name in ENGINES if not hasattr(torch.ops.pydml_cpu, name)]
 if missing:
     raise ImportError(f"pydml._C was built from other sources: it has no {', '.join(missing)}; build it again")
@@ -93,5 +108,5 @@ KERNELS: dict[str, Kernel] = {
     "histogram_saved": tile_count,
     "triplet": _modest_classes("triplet", 2),
     "triplet_backward": _modest_classes("triplet_backward", 3),
-    "rank": _modest_classes("rank", 2),
+    "rank": _rank,
 }

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +103,39 @@ def test_bit_identical_rows_are_ties_not_the_query_itself(backend: str) -> None:
     for ties, first in (("pessimistic", 0), ("optimistic", 2 / 3)):
         got = metrics.recall_at_k(z, labels, (1, 2), ties=ties, backend=backend)
         assert got == {1: pytest.approx(first), 2: pytest.approx(2 / 3)}
+
+
+def tied(rows: int, dim: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """Rows that recur twice or thrice, in places far from each other, mostly with another label."""
+    g = generator(rows, dim, seed)
+    kinds = torch.randn((rows + 2) // 3, dim, generator=g, dtype=torch.float64).to(dtype)
+    return kinds.repeat(3, 1)[:rows], torch.randint(max(2, rows // 4), (rows,), generator=g)
+
+
+def check_ties(backend: str) -> None:
+    """Against similarities of the different rows alone: equal rows have equal ones."""
+    for dtype, rows, dim in itertools.product((torch.float32, torch.float64), (5, 7, 12, 33, 70), (3, 24, 33)):
+        z, labels = tied(rows, dim, dtype, 0)
+        kind = torch.arange(rows) % ((rows + 2) // 3)
+        x = torch.nn.functional.normalize(z[: int(kind.max()) + 1].double())
+        s = (x[:, None] * x[None]).sum(2)[kind][:, kind]
+        for ties in TIES:
+            want = loops(s.tolist(), labels.tolist(), labels.tolist(), True, ties, "miss")
+            got = metrics.retrieval_metrics(z, labels, KS, ties=ties, backend=backend)
+            assert got == pytest.approx(want, abs=1e-12), (dtype, rows, dim, ties, backend)
+
+
+@ON
+def test_equal_rows_tie_in_small_sets_and_in_double_precision(backend: str) -> None:
+    check_ties(backend)
+
+
+@pytest.mark.parametrize("code_path", ["COMPATIBLE", "AVX2"])
+def test_equal_rows_tie_on_other_cpus(code_path: str) -> None:
+    """MKL's code for other CPUs gives equal columns different bits, by where they stand."""
+    words = "import test_metrics as t; [t.check_ties(b) for b in ('dense', 'tiled', 'cpu') if b in pydml.backends()]"
+    environment = {**os.environ, "MKL_CBWR": code_path, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([sys.executable, "-c", f"import pydml; {words}"], env=environment, check=True, timeout=300)
 
 
 @ON

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pydml.tiled.sides import Matrix, Tile, beyond
+from pydml.tiled.sides import Matrix, Tile, beyond, twins
 
 
 def rank(
@@ -19,7 +19,10 @@ def rank(
     positives = row_labels.new_zeros(len(rows))
     above, hits = row_labels.new_zeros(len(rows), 2), row_labels.new_zeros(len(rows), 2)
     precision = m.row.x.new_zeros((len(rows), 2), dtype=torch.float64)
+    first = twins(m.col.x)
     for tile in m.tiles():  # nothing where there are no queries
+        if first is not None:  # equal columns tie, whatever bits the product gave them
+            tile.u = tile.u[:, first]
         number = tile.same.sum(1)
         positives[tile.rows] = number
         most = int(number.amax())

@@ -30,6 +30,36 @@ def near_tolerance(dtype: torch.dtype) -> float:
     return 1e-13 if dtype == torch.float64 else 1e-5
 
 
+def twins(x: Tensor) -> Tensor | None:
+    """For each row [n] the first one that is equal to it; None where no two are.
+
+    A matrix product gives equal columns different bits, by where they stand, on some CPUs: who compares similarities
+    for ties takes them from the first of equals.
+    """
+    if len(x) < 2:
+        return None
+    bits = torch.int64 if x.dtype == torch.float64 else torch.int32
+    weights = uniform_bits(x.shape[1], x.device)
+    step = max(1, TILE_ELEMENTS // x.shape[1])
+    keys = torch.cat([((part + 0.0).view(bits).long() * weights).sum(1) for part in x.contiguous().split(step)])
+    keys, order = keys.sort(stable=True)
+    again = torch.cat((keys.new_zeros(1, dtype=torch.bool), keys[1:] == keys[:-1]))
+    at = again.nonzero()[:, 0]
+    if not len(at):
+        return None
+    again[at] = (x[order[at]] == x[order[at - 1]]).all(1)
+    place = torch.arange(len(x), device=x.device)
+    start = torch.where(again, 0, place).cummax(0).values
+    return torch.empty_like(order).scatter_(0, order, order[start])
+
+
+def uniform_bits(n: int, device: torch.device) -> Tensor:
+    """n odd int64 numbers that look random, always the same."""
+    v = (torch.arange(1, n + 1, device=device) * -7046029254386353131) ^ 0x5851F42D4C957F2D
+    v = (v ^ (v >> 29)) * -4658895280553007687
+    return (v ^ (v >> 32)) | 1
+
+
 class Side:
     """One set of embeddings ``z`` [n, d]: what the matrix is made of (``x``), and the gradient that comes back."""
 
