@@ -1,44 +1,66 @@
 """Miners under PML's names: which pairs or triplets of a batch to learn from, for any loss, ours or PML's.
 
-The select engine finds them tile by tile, so nothing of size B×B is stored but what the tuple itself holds.
+The select engine finds them tile by tile, so nothing of size B×B is stored but what the tuple itself holds. Where no
+engine has the selection (ranges, margins on triplets, distances that are neither cosine nor Euclidean), blocks of rows
+in PyTorch do: see each class, and :mod:`pydml.block_miners`.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pydml import checks, ops
+from pydml import checks, distances, ops
 from pydml.backends import resolve
-from pydml.losses.base import _distance
 from pydml.losses.batch import Batch, Dense
 from pydml.pml import joins
+from pydml.records import WithRecords
+from pydml.tiled.sides import TILE_ELEMENTS, Matrix, Tile, compute_dtype
 from pydml.tuples import Distinct
 
-__all__ = ["BatchEasyHardMiner", "BatchHardMiner", "DistanceWeightedMiner", "Miner", "MultiSimilarityMiner"]
+__all__ = [
+    "AngularMiner",
+    "BaseMiner",
+    "BatchEasyHardMiner",
+    "BatchHardMiner",
+    "DistanceWeightedMiner",
+    "EmbeddingsAlreadyPackagedAsTriplets",
+    "HDCMiner",
+    "Miner",
+    "MultiSimilarityMiner",
+    "PairMarginMiner",
+    "TripletMarginMiner",
+    "UniformHistogramMiner",
+]
 
 Indices = tuple[Tensor, ...]
 STRATEGIES = ("easy", "hard", "semihard", "all")
 
 
 @joins("miners.base_miner", "BaseMiner")
-class Miner(nn.Module):
+class Miner(WithRecords):
     """Base of all miners.
 
     Parameters
     ----------
     distance
-        A name or one of PML's distance objects, as for the losses; None is the miner's own.
+        A name, or a distance object of ours, of PML's or of your own; None is the miner's own. Cosines, dot products
+        and Euclidean distances are the engines'; any other is called for blocks of rows.
     normalize_embeddings
-        Are rows normalised first?
+        Are rows normalised first? A distance object says so itself.
+    collect_stats
+        Keep statistics of the last call in attributes, as PML does; None is the global flag.
 
     Attributes
     ----------
     num_triplets, num_pos_pairs, num_neg_pairs
         How many the last call has found.
+    distance
+        The distance object.
     """
 
     #: Distances that the miner takes, the default first.
@@ -46,14 +68,50 @@ class Miner(nn.Module):
     #: Does it never give a pair twice? Losses that count a pair once then need not look.
     distinct: ClassVar[bool] = False
 
-    def __init__(self, *, distance: Any = None, normalize_embeddings: bool = True) -> None:
-        nn.Module.__init__(self)  # PML's own __init__ would build a distance module that we do not use
-        self.collect_stats = False
+    #: Settings and statistics that loggers of PML show.
+    settings: ClassVar[tuple[str, ...]] = ()
+    statistics: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, *, distance: Any = None, normalize_embeddings: bool = True, collect_stats: bool | None = None
+    ) -> None:
+        WithRecords.__init__(self, collect_stats)
         normalize = checks.flag("normalize_embeddings", normalize_embeddings)
-        self.distance, self.normalize_embeddings = _distance(
-            self.distances[0] if distance is None else distance, self.distances, normalize
-        )
+        self.distance = self._object(distance, normalize)
+        #: What the engines call the distance; «other» is none of theirs.
+        self.kind = distances.kind(self.distance)
+        if self.kind not in (*self.distances, distances.OTHER) or (self.kind == distances.OTHER and not self.any_other):
+            given = f"{type(self.distance).__name__} ({self.kind})"
+            raise ValueError(f"distance: got {given}, wanted one of {', '.join(map(repr, self.distances))}")
+        self.normalize_embeddings = bool(self.distance.normalize_embeddings)
         self.num_triplets = self.num_pos_pairs = self.num_neg_pairs = 0
+        self.add_to_recordable_attributes(
+            list_of_names=["num_pos_pairs", "num_neg_pairs", "num_triplets", *self.statistics], is_stat=True
+        )
+
+    #: Does the miner take distances beside those of the engines?
+    any_other: ClassVar[bool] = True
+
+    def _object(self, distance: Any, normalize: bool) -> Any:
+        if distance is None or isinstance(distance, str):
+            name = self.distances[0] if distance is None else checks.choice("distance", distance, self.distances)
+            return distances.named(name, normalize)
+        if not callable(distance) or not hasattr(distance, "is_inverted"):
+            wanted = ", ".join(map(repr, self.distances))
+            raise ValueError(
+                f"distance: got {type(distance).__name__}, wanted one of {wanted}, or a distance object of "
+                "pydml.distances or PML's"
+            )
+        kind = distances.kind(distance)
+        if normalize or not distance.normalize_embeddings:
+            return distance
+        if kind == distances.OTHER:
+            raise ValueError("normalize_embeddings: got False beside a distance that normalises, wanted it to say so")
+        return distances.named(kind, False)
+
+    def add_settings(self) -> None:
+        """Record the settings, once they are there."""
+        self.add_to_recordable_attributes(list_of_names=self.settings)
 
     def forward(
         self,
@@ -85,13 +143,18 @@ class Miner(nn.Module):
             (a, p, n) or (a1, p, a2, n): ``indices_tuple`` of any loss. Anchors are rows of ``embeddings``, positives
             and negatives are rows of ``ref_emb`` or, without one, of ``embeddings``.
         """
+        self.reset_stats()
         batch = self._batch(embeddings, labels, ref_emb, ref_labels)
         batch.backend = resolve(backend, batch.embeddings.device)
         with torch.no_grad(), torch.autocast(batch.embeddings.device.type, enabled=False):
             if 0 in batch.size:
                 found = self.nothing(batch)
+            elif batch.backend == "dense":
+                found = self.by_matrix(batch)
             else:
-                found = self.dense(Dense(batch)) if batch.backend == "dense" else self.fused(batch)
+                found = self.by_rows(batch) if self.kind == distances.OTHER else self.fused(batch)
+            if self.collect_stats:
+                self.set_stats(batch, found)
         if len(found) == 3:
             self.num_triplets = len(found[0])
         else:
@@ -115,14 +178,64 @@ class Miner(nn.Module):
     @property
     def view(self) -> str:
         """How the engines see a pair: what the oriented similarity u is."""
-        return "dot" if self.distance == "cosine" else self.distance
+        return {"cosine": "dot", distances.OTHER: "dot"}.get(self.kind, self.kind)
+
+    def raw(self, u: Tensor) -> Tensor:
+        """What the distance itself says, from the oriented similarity, and back: it changes the sign or nothing."""
+        return u if self.distance.is_inverted else -u
+
+    def oriented(self, margin: float) -> float:
+        """A threshold on the distance on the scale of u."""
+        return margin if self.distance.is_inverted else -margin
+
+    def tiles(self, batch: Batch) -> Iterator[Tile]:
+        """Blocks of whole rows: oriented similarities, positives, negatives."""
+        m = Matrix(*batch.matrix(), batch.view, batch.normalize)
+        if self.kind != distances.OTHER:
+            yield from m.tiles()
+            return
+        z, ref = (None if x is None else x.to(compute_dtype(x)) for x in (batch.embeddings, batch.ref))
+        assert z is not None
+        ref = z if ref is None else ref
+        step = max(1, min(1024, TILE_ELEMENTS // len(ref)))
+        for rows in torch.arange(len(z), device=z.device).split(len(z) if batch.backend == "dense" else step):
+            same = m.row_labels[rows, None] == m.col_labels[None, :]
+            diff = ~same
+            m.clear_self(same, rows)
+            yield Tile(rows, self.raw(self.distance(z[rows], ref)), same, diff, None, None)
+
+    def by_matrix(self, batch: Batch) -> Indices:
+        """The textbook definition on the whole matrix."""
+        return self.dense(next(self.tiles(batch)) if self.kind == distances.OTHER else Dense(batch))
+
+    def by_rows(self, batch: Batch) -> Indices:
+        """The textbook definition on one block of rows after the other: right where each row decides for itself."""
+        found = []
+        for tile in self.tiles(batch):
+            part = self.dense(tile)
+            anchors = (0,) if len(part) == 3 else (0, 2)
+            found.append([tile.rows[index] if k in anchors else index for k, index in enumerate(part)])
+        return tuple(torch.cat(index) for index in zip(*found, strict=True)) if found else self.nothing(batch)
+
+    def listed(self, batch: Batch, i: Tensor, j: Tensor) -> Tensor:
+        """What the distance says of listed pairs."""
+        if self.kind != distances.OTHER:
+            return self.raw(Dense(batch).u[i, j] if batch.backend == "dense" else batch.dots(i, j))
+        out = batch.embeddings.new_empty(len(i), dtype=batch.dtype)
+        for tile in self.tiles(batch):
+            at = ((i >= tile.rows[0]) & (i <= tile.rows[-1])).nonzero()[:, 0]
+            out[at] = self.raw(tile.u)[i[at] - tile.rows[0], j[at]]
+        return out
+
+    def set_stats(self, batch: Batch, found: Indices) -> None:
+        """Statistics of one call; what they are hangs on the miner."""
 
     def nothing(self, batch: Batch) -> Indices:
         """The tuple of a batch in which there is nothing to find."""
         return tuple(batch.embeddings.new_empty(0, dtype=torch.int64) for _ in range(4))
 
-    def dense(self, batch: Dense) -> Indices:
-        """The textbook definition on the whole matrix."""
+    def dense(self, batch: Dense | Tile) -> Indices:
+        """The textbook definition on the whole matrix, or on whole rows of it."""
         raise NotImplementedError
 
     def fused(self, batch: Batch) -> Indices:
@@ -130,7 +243,9 @@ class Miner(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        names = [n for n in inspect.signature(type(self).__init__).parameters if n != "self"]
+        names = [
+            n for n in inspect.signature(type(self).__init__).parameters if n not in ("self", "distance", "common")
+        ]
         return ", ".join(f"{n}={getattr(self, n)!r}" for n in names)
 
 
@@ -159,15 +274,17 @@ class MultiSimilarityMiner(Miner):
 
     distances = ("cosine", "euclidean", "squared")
     distinct = True
+    settings = ("epsilon",)
 
-    def __init__(self, epsilon: float = 0.1, *, distance: Any = None, normalize_embeddings: bool = True) -> None:
-        super().__init__(distance=distance, normalize_embeddings=normalize_embeddings)
+    def __init__(self, epsilon: float = 0.1, **common: Any) -> None:
+        super().__init__(**common)
         self.epsilon = checks.number("epsilon", epsilon)
+        self.add_settings()
 
     def fused(self, batch: Batch) -> Indices:
         return tuple(ops.mined(*batch.matrix(), float(self.epsilon), batch.view, batch.normalize, batch.backend))
 
-    def dense(self, batch: Dense) -> Indices:
+    def dense(self, batch: Dense | Tile) -> Indices:
         hardest_positive = batch.u.masked_fill(~batch.same, torch.inf).amin(1, keepdim=True)
         hardest_negative = batch.u.masked_fill(~batch.diff, -torch.inf).amax(1, keepdim=True)
         positives = batch.same & (batch.u < hardest_negative + self.epsilon)
@@ -190,7 +307,10 @@ class BatchEasyHardMiner(Miner):
     Parameters
     ----------
     pos_strategy, neg_strategy
-        "easy", "hard", "semihard" or "all".
+        "easy", "hard", "semihard" or "all"; also by the names HARD, SEMIHARD, EASY, ALL of the class.
+    allowed_pos_range, allowed_neg_range
+        (least, most) of the distance (with similarities: of the similarity) of pairs that may be chosen; "all" ignores
+        it, as in PML. With a range the selection goes by blocks of rows in PyTorch instead of by the engine.
 
     Examples
     --------
@@ -201,16 +321,31 @@ class BatchEasyHardMiner(Miner):
     """
 
     distinct = True
+    HARD: ClassVar[str] = "hard"
+    SEMIHARD: ClassVar[str] = "semihard"
+    EASY: ClassVar[str] = "easy"
+    ALL: ClassVar[str] = "all"
+    all_batch_mining_strategies: ClassVar[list[str]] = [HARD, SEMIHARD, EASY, ALL]
+    statistics = (
+        "easiest_triplet",
+        "hardest_triplet",
+        "easiest_pos_pair",
+        "hardest_pos_pair",
+        "easiest_neg_pair",
+        "hardest_neg_pair",
+    )
 
     def __init__(
         self,
-        pos_strategy: str = "easy",
-        neg_strategy: str = "semihard",
-        *,
-        distance: Any = None,
-        normalize_embeddings: bool = True,
+        pos_strategy: str = EASY,
+        neg_strategy: str = SEMIHARD,
+        allowed_pos_range: Sequence[float] | None = None,
+        allowed_neg_range: Sequence[float] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(distance=distance, normalize_embeddings=normalize_embeddings)
+        super().__init__(**common)
+        self.allowed_pos_range = _range("allowed_pos_range", allowed_pos_range)
+        self.allowed_neg_range = _range("allowed_neg_range", allowed_neg_range)
         self.pos_strategy = checks.choice("pos_strategy", pos_strategy, STRATEGIES)
         self.neg_strategy = checks.choice("neg_strategy", neg_strategy, STRATEGIES)
         chosen = {pos_strategy, neg_strategy}
@@ -221,6 +356,8 @@ class BatchEasyHardMiner(Miner):
             )
 
     def fused(self, batch: Batch) -> Indices:
+        if self.allowed_pos_range is not None or self.allowed_neg_range is not None:
+            return self.by_rows(batch)
         every = self.pos_strategy == "all", self.neg_strategy == "all"
         tail = batch.view, batch.normalize, batch.backend
         if every == (True, True):
@@ -234,9 +371,13 @@ class BatchEasyHardMiner(Miner):
             return *_found(p), *ops.mined(*batch.matrix(), None, *tail)[2:]
         return _both(p, n)
 
-    def dense(self, batch: Dense) -> Indices:
+    def dense(self, batch: Dense | Tile) -> Indices:
         every = self.pos_strategy == "all", self.neg_strategy == "all"
         u, same, diff = batch.u, batch.same, batch.diff
+        if not every[0]:
+            same = same & self._allowed(u, self.allowed_pos_range)
+        if not every[1]:
+            diff = diff & self._allowed(u, self.allowed_neg_range)
         if self.pos_strategy == "semihard":
             n = _farthest(-u, diff) if self.neg_strategy == "hard" else _farthest(u, diff)
             same = same & (u > u.gather(1, n.clamp_min(0)[:, None])) & (n >= 0)[:, None]
@@ -250,6 +391,27 @@ class BatchEasyHardMiner(Miner):
             return _both(p, n)
         positives = same.nonzero(as_tuple=True) if every[0] else _found(p)
         return *positives, *(diff.nonzero(as_tuple=True) if every[1] else _found(n))
+
+    def _allowed(self, u: Tensor, bounds: Sequence[float] | None) -> Tensor:
+        distance = self.raw(u)
+        return (
+            torch.ones_like(u, dtype=torch.bool)
+            if bounds is None
+            else ((distance >= bounds[0]) & (distance <= bounds[1]))
+        )
+
+    def set_stats(self, batch: Batch, found: Indices) -> None:
+        a1, p, a2, n = (found[0], found[1], found[0], found[2]) if len(found) == 3 else found
+        positive, negative = self.listed(batch, a1, p), self.listed(batch, a2, n)
+        # «easiest» is nearest for positives and farthest for negatives
+        near, far = (torch.max, torch.min) if self.distance.is_inverted else (torch.min, torch.max)
+        if len(p) and len(n) and "all" not in (self.pos_strategy, self.neg_strategy):
+            self.easiest_triplet = float(near(positive - negative))
+            self.hardest_triplet = float(far(positive - negative))
+        if len(p):
+            self.easiest_pos_pair, self.hardest_pos_pair = float(near(positive)), float(far(positive))
+        if len(n):
+            self.easiest_neg_pair, self.hardest_neg_pair = float(far(negative)), float(near(negative))
 
 
 class BatchHardMiner(BatchEasyHardMiner):
@@ -266,8 +428,8 @@ class BatchHardMiner(BatchEasyHardMiner):
     (tensor([0, 1, 2, 3]), tensor([1, 0, 3, 2]), tensor([2, 2, 0, 0]))
     """
 
-    def __init__(self, *, distance: Any = None, normalize_embeddings: bool = True) -> None:
-        super().__init__("hard", "hard", distance=distance, normalize_embeddings=normalize_embeddings)
+    def __init__(self, **common: Any) -> None:
+        super().__init__("hard", "hard", **common)
 
     def nothing(self, batch: Batch) -> Indices:
         return super().nothing(batch)[:3]
@@ -276,7 +438,7 @@ class BatchHardMiner(BatchEasyHardMiner):
         a, p, _, n = super().fused(batch)
         return a, p, n
 
-    def dense(self, batch: Dense) -> Indices:
+    def dense(self, batch: Dense | Tile) -> Indices:
         a, p, _, n = super().dense(batch)
         return a, p, n
 
@@ -299,7 +461,7 @@ class DistanceWeightedMiner(Miner):
     cutoff
         Distances below count as this, against the variance of near negatives.
     nonzero_loss_cutoff
-        Negatives at this distance or beyond are never drawn.
+        Negatives at this distance or beyond are never drawn; up to ``cutoff`` that is all of them.
 
     Examples
     --------
@@ -310,25 +472,23 @@ class DistanceWeightedMiner(Miner):
     """
 
     distances = ("euclidean",)
+    any_other = False
+    settings = ("cutoff", "nonzero_loss_cutoff")
 
-    def __init__(
-        self,
-        cutoff: float = 0.5,
-        nonzero_loss_cutoff: float = 1.4,
-        *,
-        distance: Any = None,
-        normalize_embeddings: bool = True,
-    ) -> None:
-        super().__init__(distance=distance, normalize_embeddings=normalize_embeddings)
+    def __init__(self, cutoff: float = 0.5, nonzero_loss_cutoff: float = 1.4, **common: Any) -> None:
+        super().__init__(**common)
         if not self.normalize_embeddings:
             raise ValueError("normalize_embeddings: got False, wanted True: the weights are those of the unit sphere")
         self.cutoff = checks.number("cutoff", cutoff, least=0)
-        self.nonzero_loss_cutoff = checks.number("nonzero_loss_cutoff", nonzero_loss_cutoff, above=cutoff)
+        self.nonzero_loss_cutoff = checks.number("nonzero_loss_cutoff", nonzero_loss_cutoff)
+        self.add_settings()
 
     def nothing(self, batch: Batch) -> Indices:
         return super().nothing(batch)[:3]
 
     def fused(self, batch: Batch) -> Indices:
+        if self.nonzero_loss_cutoff <= self.cutoff:
+            return self.nothing(batch)
         order, first, number = _classes(batch)
         positives, negatives = batch.counts
         rows = torch.arange(batch.size[0], device=order.device)
@@ -345,7 +505,8 @@ class DistanceWeightedMiner(Miner):
         kept = n >= 0
         return a[kept], p[kept], n[kept]
 
-    def dense(self, batch: Dense) -> Indices:
+    def dense(self, batch: Dense | Tile) -> Indices:
+        assert isinstance(batch, Dense)
         dim, d = batch.x.shape[1], batch.D.double().clamp_min(self.cutoff)
         log_q = (dim - 2) * d.log() + (dim - 3) / 2 * (1 - d * d / 4).log()
         usable = batch.diff & (d < self.nonzero_loss_cutoff) & log_q.isfinite()
@@ -356,6 +517,14 @@ class DistanceWeightedMiner(Miner):
             p = batch.same[a].double().multinomial(k, replacement=True)
             drawn.append(torch.stack((torch.full_like(p, a), p, weights[a].multinomial(k, replacement=True))))
         return tuple(torch.cat(drawn, 1)) if drawn else self.nothing(batch.batch)
+
+
+def _range(name: str, bounds: Any) -> tuple[float, float] | None:
+    if bounds is None:
+        return None
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise TypeError(f"{name}: got {bounds!r}, wanted a pair (least, most) or None")
+    return bounds[0], bounds[1]
 
 
 def _farthest(u: Tensor, member: Tensor) -> Tensor:
@@ -392,3 +561,16 @@ def _positive_pairs(batch: Batch) -> tuple[Tensor, Tensor]:
     p = order[first[a] + torch.arange(len(a), device=a.device) - before]
     kept = a != p if batch.ref is None else a >= 0
     return a[kept], p[kept]
+
+
+#: PML's name of the base.
+BaseMiner = Miner
+
+from pydml.block_miners import (  # noqa: E402  (they are subclasses of what stands above)
+    AngularMiner,
+    EmbeddingsAlreadyPackagedAsTriplets,
+    HDCMiner,
+    PairMarginMiner,
+    TripletMarginMiner,
+    UniformHistogramMiner,
+)
