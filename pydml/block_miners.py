@@ -197,6 +197,7 @@ class PairMarginMiner(BlockMiner):
     >>> a1, p, a2, n = pydml.miners.PairMarginMiner(pos_margin=0.2, neg_margin=1.2)(embeddings, labels)
     """
 
+    distinct = True
     settings = ("pos_margin", "neg_margin")
     statistics = ("pos_pair_dist", "neg_pair_dist")
 
