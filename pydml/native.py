@@ -89,11 +89,11 @@ def _rank(rows: Tensor, cols: Tensor | None, row_labels: Tensor, col_labels: Ten
 
     fp64 has dot products of our own, which do not.
     """
-    columns, labels = (rows, row_labels) if cols is None else (cols, col_labels)
-    arguments = rows, cols, row_labels, col_labels, normalize
+    arguments: tuple[Any, ...] = rows, cols, row_labels, col_labels, normalize
+    columns, labels = (rows, row_labels) if cols is None or col_labels is None else (cols, col_labels)
     if compute_dtype(rows) != torch.float64:
         first = twins(Side(columns, normalize).x)
-        if first is not None and bool((labels != labels[first]).any()):  # type: ignore[index]
+        if first is not None and bool((labels != labels[first]).any()):
             return tiled.KERNELS["rank"](*arguments)
     return _modest_classes("rank", 2)(*arguments)
 
