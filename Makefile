@@ -1,6 +1,8 @@
 # Every verb works from a clean clone with Python, g++ and make: the environment is made once, in .venv, and reused.
 PYTHON ?= python3
 SANITIZE ?= address,undefined
+# Processes that run the tests, each of them whole files: most tests keep one core busy.
+JOBS ?= 2
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
@@ -17,7 +19,7 @@ help:  ## list the verbs
 build: build/extension.stamp  ## make .venv, install pydml into it and compile the extension
 
 test: build .venv/cuda.stamp  ## run the whole test suite, slow tests included
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile
 
 bench: build  ## run the benchmarks
 	@$(PY) -m bench

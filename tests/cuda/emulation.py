@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -57,16 +58,28 @@ def sanitizer_flags(source: Path, sanitize: str) -> list[str]:
     return ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", f"-fsanitize={sanitize}"]
 
 
+@contextlib.contextmanager
+def made_once(output: Path) -> Iterator[Path | None]:
+    """Where to write ``output``, None if it is there; whoever wants it too, in another process, waits and finds it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if output.exists():
+            yield None
+        else:
+            unfinished = output.with_suffix(".tmp")
+            yield unfinished
+            unfinished.replace(output)
+
+
 def compile_object(source: Path, sanitize: str = "", flags: Sequence[str] = ()) -> Path:
     """The object file of one source; from the cache, if the compiler would see the same text again."""
     command = [*compiler(), *FLAGS, *sanitizer_flags(source, sanitize), *INCLUDES, *flags, "-x", "c++"]
     text = run([*command, "-E", str(source)])
     output = OUTPUT / "objects" / f"{source.stem}-{key(compiler_version(), shlex.join(command), text)}.o"
-    if not output.exists():
-        output.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = output.with_suffix(f".{os.getpid()}.tmp")
-        run([*command, "-c", str(source), "-o", str(unfinished)])
-        unfinished.replace(output)
+    with made_once(output) as unfinished:
+        if unfinished is not None:
+            run([*command, "-c", str(source), "-o", str(unfinished)])
     return output
 
 
@@ -88,10 +101,9 @@ def link(
     tail = [*link_flags, "-lpthread"]
     output = OUTPUT / f"{name}-{key(shlex.join(command), shlex.join(tail), *(o.name for o in objects))}"
     output = output if executable else output.with_suffix(".so")
-    if not output.exists():
-        unfinished = output.with_suffix(f".{os.getpid()}.tmp")
-        run([*command, *map(str, objects), *tail, "-o", str(unfinished)])
-        unfinished.replace(output)
+    with made_once(output) as unfinished:
+        if unfinished is not None:
+            run([*command, *map(str, objects), *tail, "-o", str(unfinished)])
     return output
 
 
