@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -154,18 +155,18 @@ def test_a_damaged_run_is_one_line_that_names_the_file(
 
 def test_dollars_in_names_are_dollars(runs: list[Path], tmp_path: Path) -> None:
     """Not mathematics, which matplotlib would fail to read."""
-    run = tmp_path / "lr$_$2$"
-    shutil.copytree(runs[0], run)
-    for file in (run / "snapshots").iterdir():
-        with np.load(file) as arrays:
-            content = dict(arrays)
-        content["gallery_names"] = np.full_like(content["gallery_names"], "$a$_{$", dtype="U8")
-        np.savez(file, **content)
-    other = tmp_path / "_$x^^$"
-    shutil.copytree(runs[1], other)
-    page = write([run, other], tmp_path / "report")
-    assert (page.parent / "gallery-1.png").stat().st_size > 1000
-    assert "lr$_$2$" in page.read_text(encoding="utf-8")
+    names = ["a$_{$", "b$^$"]
+    for source, name in zip(runs, names, strict=True):
+        shutil.copytree(source, tmp_path / name)
+    shown = read_all([tmp_path / name for name in names])
+    for taken in shown[0].snapshots:
+        taken["gallery_names"] = np.full_like(taken["gallery_names"], "c$_{$", dtype="U8")
+    with matplotlib.rc_context(figures.STYLE):
+        for figure in (figures.curves(shown), figures.gallery(shown[0])):
+            assert figure is not None
+            figure.savefig(tmp_path / "figure.png", dpi=30)
+            texts = {text.get_text() for text in figure.findobj(matplotlib.text.Text)}
+            assert {*names} <= texts or "c$_{$" in texts
 
 
 def test_the_page_opens_in_a_browser(runs: list[Path], tmp_path: Path) -> None:

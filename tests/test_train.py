@@ -77,6 +77,8 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> Non
         ("run.yaml", "- 1", "run.yaml: got a list, wanted a table"),
         ("run.yaml", "lr: [", "run.yaml: not valid YAML"),
         ("run.yaml", "lr: fast", "run.yaml: lr: got 'fast', wanted a number"),
+        ("run.toml", "a = " + "[" * 5000, "run.toml: not valid TOML"),
+        ("run.yaml", "[" * 900, "run.yaml: not valid YAML"),
         ("run.ini", "", "wanted a file that ends in .toml"),
     ],
 )

@@ -248,6 +248,12 @@ def test_two_runs_in_one_folder_refuse_each_other(tmp_path: Path) -> None:
     assert Trainer.resume(out, images(), quiet=True).fit() == results
 
 
+def test_all_ranks_are_refused_together(tmp_path: Path) -> None:
+    with lock.alone(tmp_path / "run", None):
+        answers = ranks(2).answers(on_ranks, str(tmp_path / "run"), 0)
+    assert [f"in which process {os.getpid()} on " in str(answer) for answer in answers] == [True, True]
+
+
 def test_a_killed_run_leaves_no_lock_though_its_workers_live_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,6 +360,27 @@ def test_what_is_no_last_checkpoint_is_named(tmp_path: Path) -> None:
         (tmp_path / "run" / "config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"config\.json: .*{message}"):
             Trainer.resume(tmp_path / "run", images(), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"config": [1]}, "config: got list, wanted dict"),
+        ({"config": {"lr": "x"}}, "lr: got 'x', wanted a number"),
+        ({"config": {"mind": 1}}, "setting: got 'mind', wanted one of"),
+        ({"channels": None}, "channels: got NoneType, wanted int"),
+        ({"model": [1]}, "model: got list, wanted dict"),
+        ({"model": {}}, "its weights are not those of the network in its settings"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "best.pt"
+    checkpoint.save(path, {"config": {}, "channels": 1, "model": {}} | changes)
+    assert main(["eval", str(path)]) == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"pydml eval: {path}: ") and message in errors and errors.count("\n") == 1
 
 
 # BatchNorm, Recall@K

@@ -100,9 +100,13 @@ def load(path: str | Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("pydml_checkpoint") != VERSION:
         got = state.get("pydml_checkpoint") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"{path}: got a file with version {got!r}, wanted a pydml checkpoint of {VERSION}")
-    missing = [key for key in ("config", "channels", "model") if key not in state]
+    wanted = {"config": dict, "channels": int, "model": dict}
+    missing = [key for key in wanted if key not in state]
     if missing:
         raise CheckpointError(f"{path}: lacks {' and '.join(missing)}")
+    for key, kind in wanted.items():
+        if not isinstance(state[key], kind):
+            raise CheckpointError(f"{path}: {key}: got {type(state[key]).__name__}, wanted {kind.__name__}")
     return state
 
 

@@ -234,13 +234,13 @@ def read_settings(path: str | Path) -> dict[str, Any]:
             raise ValueError(f"config: got {str(path)!r}; TOML needs Python 3.11, write it as YAML") from None
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: not valid TOML: {error}") from None
     if path.suffix in (".yaml", ".yml"):
         yaml = optional("yaml", f"config: got {str(path)!r}, which", package="pyyaml", instead="write it as TOML")
         try:
             settings = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, RecursionError) as error:
             raise ValueError(f"{path}: not valid YAML: {error}") from None
         if settings is None:
             return {}

@@ -27,8 +27,11 @@ def open_data(config: Config) -> Splits:
 def load_model(path: str | Path) -> tuple[nn.Module, Config]:
     """The network of a checkpoint, and the settings that it was trained with."""
     state = checkpoint.load(path)
-    config = Config.from_dict(state["config"])
-    model = models.build(dataclasses.replace(config, pretrained=False, weights=None), state["channels"])
+    try:
+        config = Config.from_dict(state["config"])
+        model = models.build(dataclasses.replace(config, pretrained=False, weights=None), state["channels"])
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
     weights = state["model"]
     if state.get("ema") is not None:
         weights = {k.removeprefix("module."): v for k, v in state["ema"].items() if k.startswith("module.")}
