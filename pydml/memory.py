@@ -5,12 +5,13 @@ The batch is one side of the matrix and the memory the other; neither B×M simil
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pydml import checks, ops
 from pydml.among import KNOWING, among, knowing
@@ -19,6 +20,7 @@ from pydml.losses.base import MetricLoss
 from pydml.losses.batch import Batch, logaddexp
 from pydml.losses.nca import NCALoss
 from pydml.policy import POLICIES, LogSumExp
+from pydml.records import WithRecords
 from pydml.tuples import Distinct, is_distinct
 
 __all__ = ["CrossBatchMemory"]
@@ -26,16 +28,19 @@ __all__ = ["CrossBatchMemory"]
 Indices = tuple[Tensor, ...]
 
 
-class CrossBatchMemory(nn.Module):
+class CrossBatchMemory(WithRecords):
     """Compare a batch with a memory of the last ``memory_size`` embeddings, its own among them; as PML's.
 
     The batch enters the memory first, without its graph; an embedding is not compared with its own copy there.
-    Gradients flow to the batch alone. Embeddings, labels and the place of the next one are in the ``state_dict``.
+    Gradients flow to the batch alone. Embeddings, labels and the place of the next one are in the ``state_dict``. PML's
+    loads too: it does not say where its queue ends, so that is taken to be after the last row that is not 0. PML's own
+    class loads ours with ``strict=False``, and begins at the first place, as it does with its own.
 
     Parameters
     ----------
     loss
-        A loss of :mod:`pydml.losses` that takes ``ref_emb``.
+        A loss of :mod:`pydml.losses` that takes ``ref_emb``; or one of PML's, or your own with PML's signature, which is
+        called with the memory as ``ref_emb`` and the list of all pairs, so it is not fused.
     embedding_size, memory_size
         Width and number of the embeddings kept.
     miner
@@ -51,25 +56,73 @@ class CrossBatchMemory(nn.Module):
 
     embedding_memory: Tensor
     label_memory: Tensor
+    #: Places of the last batch in the memory.
+    curr_batch_idx: Tensor
 
-    def __init__(self, loss: MetricLoss, embedding_size: int, memory_size: int = 1024, miner: Any = None) -> None:
-        super().__init__()
-        if not isinstance(loss, MetricLoss):
-            raise TypeError(f"loss: got {type(loss).__name__}, wanted a loss of pydml.losses")
-        if not loss.takes_ref or getattr(loss, "swap", False):
-            raise ValueError(f"loss: got {type(loss).__name__}, which takes no reference set; wanted one that does")
-        if miner is not None and (not loss.takes_tuple or loss.epsilon is not None):
-            raise ValueError(f"miner: got one, but {type(loss).__name__} selects its pairs by itself; wanted None")
+    def __init__(
+        self,
+        loss: Any,
+        embedding_size: int,
+        memory_size: int = 1024,
+        miner: Any = None,
+        collect_stats: bool | None = None,
+    ) -> None:
+        super().__init__(collect_stats)
+        self.check_loss(loss, miner)
         self.loss, self.miner = loss, miner
         self.embedding_size = checks.integer("embedding_size", embedding_size, least=1)
         self.memory_size = checks.integer("memory_size", memory_size, least=1)
         self.reset_queue()
+        self.add_to_recordable_attributes(list_of_names=["embedding_size", "memory_size", "queue_idx"])
+
+    @staticmethod
+    def supported_losses() -> list[str]:
+        """Losses of PML that can be here, by name; of ours all can that take ``ref_emb``."""
+        return [
+            "AngularLoss",
+            "CircleLoss",
+            "ContrastiveLoss",
+            "GeneralizedLiftedStructureLoss",
+            "IntraPairVarianceLoss",
+            "LiftedStructureLoss",
+            "MarginLoss",
+            "MultiSimilarityLoss",
+            "NCALoss",
+            "NTXentLoss",
+            "SignalToNoiseRatioContrastiveLoss",
+            "SupConLoss",
+            "TripletMarginLoss",
+            "TupletMarginLoss",
+        ]
+
+    @classmethod
+    def check_loss_support(cls, loss_name: str) -> None:
+        """Raise if a loss of PML of this name cannot be here."""
+        if loss_name not in cls.supported_losses():
+            raise ValueError(f"loss: got {loss_name}, wanted one of {', '.join(cls.supported_losses())}")
+
+    @classmethod
+    def check_loss(cls, loss: Any, miner: Any) -> None:
+        """Raise if a loss cannot be here, or not with a miner."""
+        name = type(loss).__name__
+        if not isinstance(loss, MetricLoss):
+            call = getattr(loss, "forward", loss)
+            if not callable(call) or not {"indices_tuple", "ref_emb"} <= inspect.signature(call).parameters.keys():
+                raise TypeError(f"loss: got {name}, wanted a loss of pydml.losses, or one with the signature of PML's")
+            if type(loss).__module__.startswith("pytorch_metric_learning."):
+                cls.check_loss_support(name)
+            return
+        if not loss.takes_ref or getattr(loss, "swap", False):
+            raise ValueError(f"loss: got {name}, which takes no reference set; wanted one that does")
+        if miner is not None and (not loss.takes_tuple or loss.epsilon is not None):
+            raise ValueError(f"miner: got one, but {name} selects its pairs by itself; wanted None")
 
     def reset_queue(self) -> None:
         """Forget everything."""
         self.register_buffer("embedding_memory", torch.zeros(self.memory_size, self.embedding_size))
         self.register_buffer("label_memory", torch.zeros(self.memory_size, dtype=torch.int64))
         self.queue_idx, self.has_been_filled = 0, False
+        self.curr_batch_idx = torch.empty(0, dtype=torch.int64)
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.queue_idx, int(self.has_been_filled)])
@@ -81,7 +134,16 @@ class CrossBatchMemory(nn.Module):
         kept = state_dict.get(f"{prefix}embedding_memory")
         if kept is not None:  # the queue has the dtype of the embeddings; loading must not round it
             self.embedding_memory = self.embedding_memory.to(kept.dtype)
+            if self._extra_state_key(prefix) not in state_dict:  # PML's
+                used = kept.detach().cpu().any(1).nonzero()
+                end = int(used[-1]) + 1 if len(used) else 0
+                state = torch.tensor([end % self.memory_size, int(end == self.memory_size)])
+                state_dict = state_dict | {self._extra_state_key(prefix): state}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @staticmethod
+    def _extra_state_key(prefix: str) -> str:
+        return f"{prefix}_extra_state"
 
     def forward(
         self,
@@ -117,33 +179,39 @@ class CrossBatchMemory(nn.Module):
             kept_z, kept_y, z, y = z[mask], y[mask], z[~mask], y[~mask]
         if len(kept_z) > self.memory_size:
             raise ValueError(f"embeddings: got {len(kept_z)} to keep, wanted at most memory_size={self.memory_size}")
+        self.reset_stats()
         start = self.queue_idx
-        places = self._enqueue(kept_z.detach(), kept_y)
+        self.add_to_memory(kept_z, kept_y, len(kept_z))
         number = self.memory_size if self.has_been_filled else self.queue_idx
         memory, memory_labels = self.embedding_memory[:number], self.label_memory[:number]
-        selves = places if enqueue_mask is None else None
+        selves = self.curr_batch_idx if enqueue_mask is None else None
         listed = None
-        if self.miner is not None or indices_tuple is not None:
+        ours = isinstance(self.loss, MetricLoss)
+        if self.miner is not None or indices_tuple is not None or not ours:
             listed = self._listed(z, y, memory, memory_labels, selves, indices_tuple)
+        if not ours:
+            loss: Tensor = self.loss(z, y, listed, memory, memory_labels)
+            return loss
         if listed is not None or selves is None or isinstance(self.loss, NCALoss):  # NCA sees copies too, as PML's does
-            loss: Tensor = self.loss(z, y, listed, memory, memory_labels, backend=backend)
+            loss = self.loss(z, y, listed, memory, memory_labels, backend=backend)
             return loss
         given = self.loss._batch(z, y, None, memory, memory_labels)
         batch = MemoryBatch(z, y, memory, memory_labels, None, given.view, given.normalize, start=start)
         batch.backend = resolve(backend, z.device)
-        return self.loss.evaluate(batch)
+        loss = self.loss.evaluate(batch)
+        return loss
 
-    def _enqueue(self, z: Tensor, labels: Tensor) -> Tensor:
-        """Write embeddings to the next places, the oldest ones; the places."""
-        self.embedding_memory = self.embedding_memory.to(z.device, z.dtype)
-        self.label_memory = self.label_memory.to(z.device)
-        places = torch.arange(self.queue_idx, self.queue_idx + len(z), device=z.device) % self.memory_size
+    def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
+        """Write embeddings to the next places (``curr_batch_idx``), the oldest ones."""
+        z, device = embeddings.detach(), embeddings.device
+        self.embedding_memory = self.embedding_memory.to(device, z.dtype)
+        self.label_memory = self.label_memory.to(device)
+        places = torch.arange(self.queue_idx, self.queue_idx + batch_size, device=device) % self.memory_size
         self.embedding_memory[places] = z
-        self.label_memory[places] = labels
-        if self.queue_idx + len(z) >= self.memory_size:
-            self.has_been_filled = True
-        self.queue_idx = (self.queue_idx + len(z)) % self.memory_size
-        return places
+        self.label_memory[places] = labels.to(self.label_memory.dtype)
+        self.has_been_filled = self.has_been_filled or self.queue_idx + batch_size >= self.memory_size
+        self.queue_idx = (self.queue_idx + batch_size) % self.memory_size
+        self.curr_batch_idx = places
 
     def _listed(
         self, z: Tensor, y: Tensor, memory: Tensor, labels: Tensor, selves: Tensor | None, more: Indices | None

@@ -50,12 +50,16 @@ LOSSES: dict[str, type[MetricLoss]] = {
     "proxy_repulsion": ProxyRepulsionLoss,
 }
 
+# Under PML's name of its module too; it needs the losses above.
+from pydml.memory import CrossBatchMemory  # noqa: E402
+
 __all__ = [
     "LOSSES",
     "ArcFaceLoss",
     "BinLiftedLoss",
     "BinomialDevianceLoss",
     "ContrastiveLoss",
+    "CrossBatchMemory",
     "DROKLGroupedLoss",
     "DROKLLoss",
     "DROTopKLoss",
