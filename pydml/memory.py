@@ -39,7 +39,7 @@ class CrossBatchMemory(WithRecords):
     Parameters
     ----------
     loss
-        A loss of :mod:`pydml.losses` that takes ``ref_emb``; or one of PML's, or your own with PML's signature, which is
+        A loss of :mod:`pydml.losses` that takes ``ref_emb``; or one of PML's, or your own with its signature, which is
         called with the memory as ``ref_emb`` and the list of all pairs, so it is not fused.
     embedding_size, memory_size
         Width and number of the embeddings kept.
