@@ -20,6 +20,7 @@ examples:
   python -m bench --quick
   python -m bench --loss ms,nca --shapes 1024x128,2048x128 --regimes trained,early --modes forward,full
   python -m bench --targets --only ms-mined-4096-trained
+  python -m bench --tuples --publish
 """
 
 
@@ -43,6 +44,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--quick", action="store_true", help="a subset that takes a minute or two")
     add("--targets", action="store_true", help="measure what the project promises, and say whether it is kept")
+    add("--tuples", action="store_true", help="measure only losses with a miner's tuple, against PML")
     add("--only", type=_names, metavar="T,…", help="with --targets: these targets only; the others keep their rows")
     add("--resume", action="store_true", help="keep the rows of the last run and measure only what is missing")
     add("--publish", action="store_true", help="write the tables and figures to docs/")

@@ -30,10 +30,11 @@ class Variant:
     dense: Callable[..., Tensor]
     arguments: dict[str, Any] = field(default_factory=dict)
     k_per_item: int = 0  # k = that many times B
-    kind: str = "pair"  # or "proxy", "metric"
+    kind: str = "pair"  # or "proxy", "metric", "tuple"
     selects: bool = False  # rounding may decide otherwise where pairs are nearly alike
     matrices: int = 10  # fp32 matrices [B, B] or [B, C] that autograd keeps alive in the dense code
     note: str = ""
+    loss: str = ""  # of a tuple: the class, by the name that both libraries have for it
 
     @property
     def name(self) -> str:
@@ -81,6 +82,38 @@ _VARIANTS = [
 ]
 #: ``ms/mined`` and the like -> variant.
 VARIANTS = {variant.name: variant for variant in _VARIANTS}
+
+
+def _no_dense(*_: Any) -> Tensor:
+    raise NotImplementedError("a miner's tuple is compared with PML alone")
+
+
+def _tuple(op: str, way: str, loss: str, **arguments: Any) -> Variant:
+    return Variant(op, way, _no_dense, arguments, kind="tuple", selects=True, loss=loss)
+
+
+#: Losses with a tuple, by how it comes to them: Multi-Similarity's miner, the batch-hard miner, a list of all triplets,
+#: a cross-batch memory with a miner, and our loss in PML's memory.
+TUPLES = {
+    variant.name: variant
+    for variant in (
+        _tuple("ms", "ms-miner", "MultiSimilarityLoss"),
+        _tuple("generalized_lifted", "ms-miner", "GeneralizedLiftedStructureLoss"),
+        _tuple("contrastive", "ms-miner", "ContrastiveLoss"),
+        _tuple("nca", "ms-miner", "NCALoss"),
+        _tuple("fast_ap", "ms-miner", "FastAPLoss"),
+        _tuple("margin", "ms-miner", "MarginLoss"),
+        _tuple("lifted", "ms-miner", "LiftedStructureLoss"),
+        _tuple("histogram", "ms-miner", "HistogramLoss", n_bins=100),
+        _tuple("triplet", "ms-miner", "TripletMarginLoss"),
+        _tuple("triplet", "batch-hard", "TripletMarginLoss"),
+        _tuple("contrastive", "batch-hard", "ContrastiveLoss"),
+        _tuple("triplet", "triplets", "TripletMarginLoss"),
+        _tuple("ms", "xbm", "MultiSimilarityLoss"),
+        _tuple("contrastive", "xbm", "ContrastiveLoss"),
+        _tuple("ms", "pml-xbm", "MultiSimilarityLoss"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +177,7 @@ def case(name: str, shape: str, regime: str = "trained") -> Case:
     """By names: ``case("ms/mined", "1024x128", "early")``."""
     if regime not in REGIMES:
         raise ValueError(f"regime: got {regime!r}, wanted one of {', '.join(map(repr, REGIMES))}")
-    variant, parsed = VARIANTS[name], Shape.parse(shape)
+    variant, parsed = (VARIANTS | TUPLES)[name], Shape.parse(shape)
     if (variant.kind == "proxy") != (parsed.classes is not None):
         raise ValueError(f"shape: got {shape} for {name}, wanted {'BxDxC' if variant.kind == 'proxy' else 'BxD'}")
     centers = 10 if variant.op == "soft_triple" else 1
@@ -158,16 +191,18 @@ def select(losses: Sequence[str] | None, shapes: Sequence[str], regimes: Sequenc
     """
     names = list(VARIANTS)
     if losses is not None:
-        known = {variant.op for variant in VARIANTS.values()} | set(VARIANTS)
+        known = {variant.op for variant in VARIANTS.values()} | set(VARIANTS) | set(TUPLES)
         if unknown := [name for name in losses if name not in known]:
             raise ValueError(f"loss: got {', '.join(unknown)}, wanted some of {', '.join(sorted(known))}")
         names = [name for name, variant in VARIANTS.items() if variant.op in losses or name in losses]
+        names += [name for name in TUPLES if name in losses]
     chosen = []
     for name in names:
         for shape in shapes:
             proxies = Shape.parse(shape).classes is not None
-            if proxies == (VARIANTS[name].kind == "proxy"):
-                wanted = regimes if VARIANTS[name].kind != "metric" else regimes[-1:]
+            kind = (VARIANTS | TUPLES)[name].kind
+            if proxies == (kind == "proxy"):
+                wanted = regimes if kind != "metric" else regimes[-1:]
                 chosen += [case(name, shape, regime) for regime in wanted]
     return chosen
 
@@ -180,6 +215,10 @@ def default_cases(losses: Sequence[str] | None, regimes: Sequence[str]) -> list[
     """Every loss at a small and a large shape, and some of them over B."""
     every = select(losses, ["1024x128", "4096x512", "512x128x10000"], regimes)
     followed = [name for name in FOLLOWED if losses is None or name in losses or VARIANTS[name].op in losses]
+    if losses is None:
+        every += select(
+            [name for name in TUPLES if not name.startswith(("margin", "lifted", "histogram"))], ["256x128"], regimes
+        )
     if followed:
         every += select(followed, [f"{size}x128" for size in (256, 512, 2048, 4096, 8192)], regimes[:1])
     return every

@@ -20,16 +20,22 @@ def _with_miner(loss: Callable[..., Tensor], miner: Callable[..., Any]) -> Calla
     return lambda z, labels: loss(z, labels, miner(z, labels))
 
 
-def build(case: Case, ours: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
-    """PML's function of embeddings and labels, and its proxies, with the arguments of our module."""
+def imported() -> tuple[Any, Any]:
+    """PML's losses and miners, if it is there."""
     try:
         from pytorch_metric_learning import losses, miners
     except ImportError as error:
         raise Skip(f"PML cannot be imported: {error}") from error
+    warnings.filterwarnings("ignore", module="pytorch_metric_learning")  # it uses what torch means to change
+    return losses, miners
+
+
+def build(case: Case, ours: Any) -> tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
+    """PML's function of embeddings and labels, and its proxies, with the arguments of our module."""
+    losses, miners = imported()
     bytes_needed = needed(case)
     if bytes_needed > MEMORY_LIMIT:
         raise Skip(f"PML would need about {bytes_needed / 2**30:.0f} GiB")
-    warnings.filterwarnings("ignore", module="pytorch_metric_learning")  # it uses what torch means to change
     op, variant = case.variant.op, case.variant.variant
     if op == "extreme_triplet":
         miner = miners.BatchEasyHardMiner(ours.positive, ours.negative)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import keops_peers, pml_peers
+from bench import keops_peers, pml_peers, tuples
 from bench.cases import GIB, KS, MEMORY_LIMIT, Case
 from bench.data import Inputs
 from bench.pml_peers import Skip
+from pydml.backends import use_backend
 from pydml.losses import LOSSES, ProxyLoss
 from pydml.metrics import recall_at_k
 
@@ -65,8 +66,20 @@ def prepare_pydml(case: Case, inputs: Inputs, backend: str) -> Prepared:
             return torch.tensor([found[k] for k in KS], dtype=torch.float64)
 
         return Prepared(recalls)
+    if case.variant.kind == "tuple":
+        return _prepare_tuple(case, inputs, ours=True, backend=backend)
     module, z = ours(case, inputs), _leaf(case, inputs)
     return Prepared(lambda: module(z, inputs.labels, backend=backend), [z, *_parameters(module)])
+
+
+def _prepare_tuple(case: Case, inputs: Inputs, ours: bool, backend: str = "auto") -> Prepared:
+    z, step = _leaf(case, inputs), tuples.step(case, inputs, ours)
+
+    def forward() -> Tensor:
+        with use_backend(backend):  # miner and loss
+            return step(z)
+
+    return Prepared(forward, [z])
 
 
 def dense_function(case: Case, inputs: Inputs) -> tuple[Callable[..., Tensor], list[Tensor]]:
@@ -110,6 +123,9 @@ def prepare_compile(case: Case, inputs: Inputs, backend: str) -> Prepared:
 
 
 def prepare_pml(case: Case, inputs: Inputs, backend: str) -> Prepared:
+    if case.variant.kind == "tuple":
+        pml_peers.imported()
+        return _prepare_tuple(case, inputs, ours=False)
     function, proxies = pml_peers.build(case, ours(case, inputs))
     z = _leaf(case, inputs)
     return Prepared(lambda: function(z, inputs.labels), [z, *proxies])
@@ -173,7 +189,8 @@ PEERS: dict[str, Callable[[Case, Inputs, str], Prepared]] = {
 #: Kinds of case that a peer has anything to say about; of the others it is not asked, and no row is written.
 KINDS = {
     "compile": ("pair", "proxy"),
-    "pml": ("pair", "proxy"),  # its accuracy calculator searches with faiss, which is a peer itself
+    "pydml": ("pair", "proxy", "metric", "tuple"),
+    "pml": ("pair", "proxy", "tuple"),  # its accuracy calculator searches with faiss, which is a peer itself
     "keops": ("pair",),
     "faiss": ("metric",),
     "half_gemm": ("pair",),

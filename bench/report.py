@@ -17,8 +17,9 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 SKELETON = """# Benchmarks
 
 What pydml gains over the dense code that people write by hand, `torch.compile` of that code,
-pytorch-metric-learning (PML), KeOps and faiss. This page is written by `python -m bench --publish` and
-`python -m bench --targets --publish`; the text between markers is replaced by the next run.
+pytorch-metric-learning (PML), KeOps and faiss. This page is written by `python -m bench --publish`,
+`python -m bench --targets --publish` and `python -m bench --tuples --publish`; the text between markers is replaced by
+the next run.
 
 A time is the median of at least five samples, taken in turns with the other peers, of one step on the CPU; `×` is the
 time of the peer divided by the time of pydml. Memory is the peak above the inputs, in a process of its own. Before
@@ -32,6 +33,23 @@ select pairs or cut at a margin may differ in up to 2 % of the rows, where round
 <!-- begin targets -->
 Not measured yet.
 <!-- end targets -->
+
+## Losses with a miner's tuple
+
+Somebody who swaps the imports has a miner and a loss. `python -m bench --tuples --publish` measures that step, forward
+and backward, with our miner and our loss against PML's miner and PML's loss, at d = 128:
+
+- **ms-miner**: the pairs of `MultiSimilarityMiner(0.1)`; early in training they are about half of all pairs;
+- **batch-hard**: the triplets of `BatchHardMiner`;
+- **triplets**: a tuple of all triplets, the same tensors for both, so that only the loss is measured;
+- **xbm**: each library's `CrossBatchMemory` of 4096 embeddings with its `MultiSimilarityMiner(0.1)`;
+- **pml-xbm**: our loss and miner in PML's `CrossBatchMemory`.
+
+Losses for which PML holds all triplets, or all positive against all negative pairs, are measured up to B = 256.
+
+<!-- begin tuples -->
+Not measured yet.
+<!-- end tuples -->
 
 ## All losses
 

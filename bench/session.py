@@ -14,7 +14,7 @@ from bench.data import REGIMES
 from bench.harness import Options, Table, Task
 from bench.machine import ROOT
 from bench.registry import PEERS
-from bench.targets import Target, markdown, targets, verdicts
+from bench.targets import Target, markdown, targets, tuple_targets, verdicts
 from pydml.backends import resolve
 
 RESULTS = ROOT / "bench" / "results"
@@ -70,7 +70,7 @@ def tasks_from(args: argparse.Namespace, options: Options) -> list[Task]:
 
 def overview() -> str:
     """What there is to choose from."""
-    lines = ["losses:", *(f"  {name}" for name in cases.VARIANTS)]
+    lines = ["losses:", *(f"  {name}" for name in (*cases.VARIANTS, *cases.TUPLES))]
     lines += ["regimes:", *(f"  {name:<10} {meaning}" for name, meaning in REGIMES.items())]
     lines += ["modes:", *(f"  {name}" for name in cases.MODES), "peers:", *(f"  {name}" for name in PEERS)]
     lines += ["targets:"]
@@ -92,6 +92,8 @@ def start(args: argparse.Namespace) -> int:
         raise ValueError("only: got it without --targets, wanted both")
     if args.targets:
         return _run_targets(args, options, folder)
+    if args.tuples:
+        return _run_tuples(args, options, folder)
     kind = "quick" if args.quick else "losses"
     table = Table(folder / f"{kind}.csv", keep=args.resume)
     finished = harness.run(tasks_from(args, options), table)
@@ -110,15 +112,26 @@ def _run_targets(args: argparse.Namespace, options: Options, folder: Path) -> in
     return status or int(any(verdict.met is False for verdict in verdicts(chosen, table)))
 
 
+def _run_tuples(args: argparse.Namespace, options: Options, folder: Path) -> int:
+    """A part of the targets by itself: it has a table and a section of its own, so that no other is touched."""
+    chosen = tuple_targets()
+    table = Table(folder / "tuples.csv", keep=args.resume)
+    finished = harness.run([task for target in chosen for task in target.tasks(options)], table)
+    judged = verdicts(chosen, table)
+    text = "\n\n".join((markdown(judged), report.summary(list(table.rows.values()))))
+    status = _finish(table, finished, text, "tuples", folder, args.publish)
+    return status or int(any(verdict.met is False for verdict in judged))
+
+
 def _finish(table: Table, finished: bool, text: str, kind: str, folder: Path, publish: bool) -> int:
     """Write table and figures, also of a run that was interrupted."""
     rows = list(table.rows.values())
     (folder / f"{kind}.md").write_text(text + "\n", encoding="utf-8")
-    figures = plots.plot_all(rows, folder / kind)
+    figures = [] if kind == "tuples" else plots.plot_all(rows, folder / kind)
     print(text)
     print(f"\n{table.file.name}, {kind}.md and {len(figures)} figures are in {_shown(folder)}")
     if publish:
-        report.publish("targets" if kind == "targets" else "losses", text, figures)
+        report.publish(kind if kind in ("targets", "tuples") else "losses", text, figures)
         print(f"published to {_shown(report.PAGE)}")
     for row in table.errors:
         print(f"error: {plots.name(row)} {plots.shape(row)} {row['regime']} {row['mode']} {row['peer']}: {row['note']}")
