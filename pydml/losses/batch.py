@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +15,8 @@ from pydml.tiled import select as tiled_select
 from pydml.tuples import distinct, is_distinct
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
+#: Lists of so many pairs together are looked up in one call.
+JOINED = 1 << 15
 
 
 def count_in(labels: Tensor, among: Tensor) -> Tensor:
@@ -210,13 +213,22 @@ class Batch:
         a1, p, a2, n = self.pairs
         field = None if row_field is None else row_field.detach()
         options = policy, [float(x) for x in params], self.size[0], self.backend
-        stats: Tensor = ops.listed(self.dots(a1, p), self.dots(a2, n), a1, a2, field, *options)
+        stats: Tensor = ops.listed(*self.dots_of((a1, p), (a2, n)), a1, a2, field, *options)
         return stats
 
     def dots(self, i: Tensor, j: Tensor) -> Tensor:
         """u of listed pairs."""
         out: Tensor = ops.dots(self.embeddings, self.ref, i, j, self.view, self.normalize, self.backend)
         return out
+
+    def dots_of(self, *lists: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
+        """u of several lists of pairs. Short ones are joined: a call costs more than they do."""
+        numbers = [len(i) for i, _ in lists]
+        if torch.compiler.is_compiling() or sum(numbers) > JOINED:
+            return [self.dots(i, j) for i, j in lists]
+        rows, cols = zip(*lists, strict=True)
+        joined: Sequence[Tensor] = self.dots(torch.cat(rows), torch.cat(cols)).split(numbers)
+        return joined
 
     def matrix(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """First arguments of the ops that look at the whole matrix."""

@@ -92,10 +92,8 @@ class TripletMarginLoss(MetricLoss):
         return total / (above if self.reduction == "nonzero" else triplets).clamp_min(1)
 
     def _listed(self, batch: Batch, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
-        u_an = batch.dots(a, n)
-        if self.swap:
-            u_an = torch.maximum(u_an, batch.dots(p, n))
-        return self._loss(batch.dots(a, p), u_an)
+        u_ap, u_an, *u_pn = batch.dots_of((a, p), (a, n), *([(p, n)] if self.swap else []))
+        return self._loss(u_ap, torch.maximum(u_an, *u_pn) if self.swap else u_an)
 
     def fused(self, batch: Batch) -> Tensor:
         listed = batch.triplets
