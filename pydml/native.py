@@ -21,6 +21,8 @@ ENGINES = (
     "dots_backward",
     "listed",
     "listed_backward",
+    "listed_triplets",
+    "listed_triplets_backward",
     "histogram",
     "histogram_backward",
     "triplet",

@@ -234,6 +234,16 @@ triplet = _differentiable(
     kept=0,
 )
 
+#: The same of listed triplets.
+listed_triplets = _differentiable(
+    "listed_triplets",
+    "Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, bool smooth, str view, bool normalize",
+    "(Tensor, Tensor)",
+    _fake_triplet,
+    grads=1,
+    kept=0,
+)
+
 #: Columns [R] of the easy/hard/semi-hard positive and negative of every row, -1 where there is none.
 extremes = _define(
     "extremes",

@@ -80,6 +80,35 @@ def test_bits_of_a_long_list_do_not_hang_on_threads(threads: int) -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
+@ON_BOTH
+@pytest.mark.parametrize("number", [3, 3000])
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("smooth", [True, False])
+@pytest.mark.parametrize(("view", "normalize"), [("euclidean", True), ("squared", False), ("dot", True)])
+@pytest.mark.parametrize("ref", [False, True])
+def test_listed_triplets_are_made_of_their_pairs(
+    number: int, in_order: bool, smooth: bool, view: str, normalize: bool, ref: bool, backend: str
+) -> None:
+    z, _ = batch()
+    cols = batch(30, seed=1)[0].requires_grad_() if ref else None
+    a, p = pairs(40, 30 if ref else 40, number, in_order)
+    n = pairs(40, 30 if ref else 40, number, False, seed=1)[1]
+    options, found = (view, normalize, backend), []
+    for fused in (True, False):
+        rows = z.clone().requires_grad_()
+        if fused:
+            total, above = ops.listed_triplets(rows, cols, a, p, n, 0.2, smooth, *options)
+        else:
+            violation = ops.dots(rows, cols, a, n, *options) - ops.dots(rows, cols, a, p, *options) + 0.2
+            term = torch.nn.functional.softplus(violation) if smooth else torch.relu(violation)
+            total, above = (torch.zeros(40, dtype=z.dtype).index_add(0, a, x.to(z.dtype)) for x in (term, term > 0))
+        weights = torch.arange(40, dtype=z.dtype)
+        grads = torch.autograd.grad((total * weights).sum(), [rows, *([] if cols is None else [cols])])
+        found.append((total.detach(), above, *grads))
+    for mine, other in zip(*found, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-7, atol=1e-5)
+
+
 PARAMS = {"exponential": [-2.0, 0.5, 50.0, 0.5], "binomial": [2.0, 50.0, 0.5], "bin_lifted": [2.0, 50.0, 0.5],
           "hinge": [0.9, 0.1], "mean": [], "lifted": [0.1], "arcface": [0.3, 8.0],
           "dro_margin": [0.2, 0.5, 0.1, 0.2], "dro_binomial": [2.0, 50.0, 0.5, 0.1, 0.2]}  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 
 from pydml import tiled
 from pydml.backends import Kernel
+from pydml.tiled.listed import triplets_by
 from pydml.triton_kernels.dots import dots, dots_backward
 from pydml.triton_kernels.histogram import histogram, histogram_backward, histogram_saved
 from pydml.triton_kernels.pair import pair, pair_backward, pair_saved
@@ -51,3 +52,4 @@ def _kernel(name: str, run: Kernel, place: int) -> Kernel:
 
 
 KERNELS: dict[str, Kernel] = {**tiled.KERNELS, **{name: _kernel(name, *engine) for name, engine in ENGINES.items()}}
+KERNELS |= triplets_by(KERNELS["dots"], KERNELS["dots_backward"])

@@ -110,26 +110,32 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
   return out;
 }
 
-// dL/du of all pairs [rows, cols]. Entries of one row are added by one thread, in the order of the list.
+// Call f(e, owner) for every entry of a list of rows: those of a row by one thread, in the order of the list.
+template <class F>
+void by_rows(const int64_t* row, int64_t n, int64_t rows, const F& f) {
+  const bool in_order = std::is_sorted(row, row + n);
+  const int64_t owners = at::get_num_threads();
+  parallel(owners, [&](int64_t owner, int64_t) {
+    const int64_t first = rows * owner / owners, last = rows * (owner + 1) / owners;
+    const int64_t *begin = row, *end = row + n;
+    if (in_order) begin = std::lower_bound(begin, end, first), end = std::lower_bound(begin, end, last);
+    for (int64_t e = begin - row; e < end - row; ++e)
+      if (row[e] >= first && row[e] < last) f(e, owner);
+  });
+}
+
+// dL/du of all pairs [rows, cols].
 template <class R>
 Tensor all_weights(const List& list, const R* g, int64_t rows, int64_t cols) {
   Tensor out = at::zeros({rows, cols}, list.ti.options().dtype(type_of<R>()));
   R* const w = out.data_ptr<R>();
-  const bool in_order = std::is_sorted(list.i, list.i + list.n);
-  const int64_t owners = at::get_num_threads();
-  parallel(owners, [&](int64_t owner, int64_t) {
-    const int64_t first = rows * owner / owners, last = rows * (owner + 1) / owners;
-    const int64_t *begin = list.i, *end = list.i + list.n;
-    if (in_order) begin = std::lower_bound(begin, end, first), end = std::lower_bound(begin, end, last);
-    for (int64_t e = begin - list.i; e < end - list.i; ++e)
-      if (list.i[e] >= first && list.i[e] < last) w[list.i[e] * cols + list.j[e]] += g[e];
-  });
+  by_rows(list.i, list.n, rows, [&](int64_t e, int64_t) { w[list.i[e] * cols + list.j[e]] += g[e]; });
   return out;
 }
 
+// Carry dL/du of all pairs to the gradients.
 template <class R>
-void add_all(Matrix<R>& m, const List& list, const R* g) {
-  const Tensor all = all_weights(list, g, m.n_rows, m.n_cols);
+void add_all(Matrix<R>& m, const Tensor& all) {
   const R* const from = all.const_data_ptr<R>();
   const int64_t N = m.n_cols;
   const bool distance = m.view == View::euclidean || m.view == View::squared;
@@ -195,9 +201,78 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& rows, cons
   const Tensor g = grad.contiguous();
   TORCH_CHECK(g.numel() == list.n, "grad: got ", g.numel(), " entries, wanted ", list.n, ", one for each pair");
   if (list.is_long(m.n_rows, m.n_cols))
-    add_all(m, list, g.const_data_ptr<R>());
+    add_all(m, all_weights(list, g.const_data_ptr<R>(), m.n_rows, m.n_cols));
   else
     add_each(m, list, g.const_data_ptr<R>(), want_rows, m.symmetric ? want_rows : want_cols);
+  return m.gradients();
+}
+
+// Listed triplets (a, p, n): the pairs (a, p) and (a, n), and what a triplet adds to its anchor's sum.
+template <class R>
+struct Triplets {
+  const List ap, an;
+  const R margin;
+  const bool smooth;
+
+  Triplets(const Matrix<R>& m, const Tensor& a, const Tensor& p, const Tensor& n, double margin, bool smooth)
+      : ap(a, p, m.n_rows, m.n_cols), an(a, n, m.n_rows, m.n_cols), margin(R(margin)), smooth(smooth) {}
+
+  // Call f(triplet, violation) for all of them; those of an anchor by one thread, in the order of the list.
+  template <class F>
+  void for_each(const Matrix<R>& m, const F& f) const {
+    const bool is_long = ap.is_long(m.n_rows, m.n_cols);
+    const Tensor all = is_long ? all_similarities(m) : Tensor();
+    const R* const u = is_long ? all.const_data_ptr<R>() : nullptr;
+    std::vector<std::vector<R>> x(at::get_num_threads(), std::vector<R>(m.d)), y(x);
+    by_rows(ap.i, ap.n, m.n_rows, [&](int64_t e, int64_t owner) {
+      const int64_t a = ap.i[e], p = ap.j[e], n = an.j[e];
+      const R u_an = u ? u[a * m.n_cols + n] : similarity(m, a, n, x[owner], y[owner]);
+      const R u_ap = u ? u[a * m.n_cols + p] : similarity(m, a, p, x[owner], y[owner]);
+      f(e, u_an - u_ap + margin);
+    });
+  }
+};
+
+template <class R>
+std::tuple<Tensor, Tensor> triplets_forward(const Matrix<R>& m, const Triplets<R>& list) {
+  std::vector<double> sum(m.n_rows, 0.0), above(m.n_rows, 0.0);
+  list.for_each(m, [&](int64_t e, R v) {
+    const R loss = list.smooth ? Softplus(v) : Relu(v);
+    sum[list.ap.i[e]] += double(loss);
+    above[list.ap.i[e]] += loss > 0;
+  });
+  Tensor total = at::empty({m.n_rows}, m.row.x.options()), number = at::empty_like(total);
+  std::copy(sum.begin(), sum.end(), total.data_ptr<R>());
+  std::copy(above.begin(), above.end(), number.data_ptr<R>());
+  if (!m.finite) total.fill_(std::numeric_limits<double>::quiet_NaN());
+  return {total, number};
+}
+
+template <class R>
+std::tuple<Tensor, Tensor> triplets_backward(Matrix<R>& m, const Triplets<R>& list, const Tensor& grad, bool want_rows,
+                                             bool want_cols) {
+  TORCH_CHECK(grad.numel() == m.n_rows, "grad: got ", grad.numel(), " entries, wanted ", m.n_rows, ", one a row");
+  m.start_gradient(want_rows, want_cols);
+  const Tensor cg = grad.contiguous();
+  const R* const g = cg.const_data_ptr<R>();
+  auto weight = [&](int64_t e, R v) { return g[list.ap.i[e]] * (list.smooth ? Sigmoid(v) : v > 0 ? R(1) : R(0)); };
+  if (list.ap.is_long(m.n_rows, m.n_cols)) {
+    const Tensor all = at::zeros({m.n_rows, m.n_cols}, m.row.x.options());
+    R* const w = all.data_ptr<R>();
+    list.for_each(m, [&](int64_t e, R v) {
+      R* const row = w + list.ap.i[e] * m.n_cols;
+      const R value = weight(e, v);
+      row[list.an.j[e]] += value;
+      row[list.ap.j[e]] -= value;
+    });
+    add_all(m, all);
+  } else {
+    std::vector<R> more(list.ap.n), less(list.ap.n);
+    list.for_each(m, [&](int64_t e, R v) { more[e] = weight(e, v), less[e] = -more[e]; });
+    const bool cols = m.symmetric ? want_rows : want_cols;
+    add_each(m, list.an, more.data(), want_rows, cols);
+    add_each(m, list.ap, less.data(), want_rows, cols);
+  }
   return m.gradients();
 }
 
@@ -214,6 +289,25 @@ std::tuple<Tensor, Tensor> dots_backward(const Tensor& grad, const Tensor& rows,
   });
 }
 
+#define PYDML_TRIPLETS                                                                                              \
+  const Tensor &rows, const OptionalTensor &cols, const Tensor &a, const Tensor &p, const Tensor &n, double margin, \
+      bool smooth, Text view, bool normalize
+
+std::tuple<Tensor, Tensor> listed_triplets(PYDML_TRIPLETS) {
+  return with_type(rows, [&](auto r) {
+    const auto m = unsorted<decltype(r)>(rows, cols, view, normalize);
+    return triplets_forward(m, Triplets<decltype(r)>(m, a, p, n, margin, smooth));
+  });
+}
+
+std::tuple<Tensor, Tensor> listed_triplets_backward(const Tensor& grad, PYDML_TRIPLETS, bool want_rows,
+                                                    bool want_cols) {
+  return with_type(rows, [&](auto r) {
+    auto m = unsorted<decltype(r)>(rows, cols, view, normalize);
+    return triplets_backward(m, Triplets<decltype(r)>(m, a, p, n, margin, smooth), grad, want_rows, want_cols);
+  });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
@@ -221,10 +315,18 @@ TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
   m.def(
       "dots_backward(Tensor grad, Tensor rows, Tensor? cols, Tensor i, Tensor j, str view, bool normalize, bool "
       "want_rows, bool want_cols) -> (Tensor, Tensor)");
+  m.def(
+      "listed_triplets(Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, bool smooth, str view, "
+      "bool normalize) -> (Tensor, Tensor)");
+  m.def(
+      "listed_triplets_backward(Tensor grad, Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, "
+      "bool smooth, str view, bool normalize, bool want_rows, bool want_cols) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("dots", dots);
   m.impl("dots_backward", dots_backward);
+  m.impl("listed_triplets", listed_triplets);
+  m.impl("listed_triplets_backward", listed_triplets_backward);
 }
 
 }  // namespace pydml

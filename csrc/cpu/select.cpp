@@ -1,5 +1,5 @@
 // The select engine: which pairs a miner or a selecting loss keeps. Indices only, no gradient.
-#include <array>
+#include <cstring>
 
 #include "cpu/engine.h"
 #include "losses.h"
@@ -248,30 +248,41 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const O
   }
   Found positives(work.size()), negatives(work.size());
   static_assert(64 * Found::kWords == 256, "a tile is at most so wide");
-  using Bits = std::array<uint64_t, Found::kWords>;
-  std::vector<std::vector<Bits>> columns(work.size(), std::vector<Bits>(m.col_block));
+  struct Scratch {
+    std::vector<uint64_t> columns;  // [words, nj] of the tile's columns: their rows, one bit each
+    alignas(8) uint8_t kept[64 * Found::kWords];
+  };
+  std::vector<Scratch> scratch(work.size());
   auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, auto keep, const std::vector<R>& cut, Found& found,
                      int64_t worker) {
     const Workspace<R>& w = work[worker];
     const R* const cut_j = m.symmetric ? cut.data() + j0 : nullptr;
-    std::vector<Bits>& in_columns = columns[worker];
-    if (cut_j) std::fill_n(in_columns.begin(), nj, Bits{});
+    Scratch& s = scratch[worker];
+    uint8_t* const kept = s.kept;
+    if (cut_j) s.columns.assign(size_t(Found::kWords) * nj, 0);
     for (int i = 0; i < ni; ++i) {
       const R *u = w.u.data() + int64_t(i) * nj, cut_i = cut[i0 + i];
-      Bits in_row{};
+      uint64_t* const column = s.columns.data() + int64_t(i >> 6) * nj;
+      const uint64_t bit = uint64_t(1) << (i & 63);
+      uint64_t in_row[Found::kWords] = {};
+      std::fill_n(kept, sizeof(s.kept), uint8_t(0));
       for (int part = 0; part < 2; ++part) {
         const int begin = part ? w.skip1[i] : 0, end = part ? nj : w.skip0[i];
-        int in_any = 0;  // mostly there is nothing, and that is seen many pairs at a time
-        for (int j = begin; j < end; ++j) in_any |= int(keep(u[j], cut_i));
-        for (int j = begin; in_any && j < end; ++j) in_row[j >> 6] |= uint64_t(keep(u[j], cut_i)) << (j & 63);
-        if (!cut_j) continue;
-        in_any = 0;
-        for (int j = begin; j < end; ++j) in_any |= int(keep(u[j], cut_j[j]));
-        for (int j = begin; in_any && j < end; ++j) in_columns[j][i >> 6] |= uint64_t(keep(u[j], cut_j[j])) << (i & 63);
+        for (int j = begin; j < end; ++j) kept[j] = keep(u[j], cut_i);
+        for (int j = begin; cut_j && j < end; ++j) column[j] |= keep(u[j], cut_j[j]) ? bit : 0;
       }
-      found.add(worker, i0 + i, j0, in_row.data());
+      for (int byte = 0; byte < 8 * Found::kWords; ++byte) {  // eight bytes of 0 or 1 to eight bits
+        uint64_t eight;
+        std::memcpy(&eight, kept + 8 * byte, 8);
+        in_row[byte >> 3] |= (eight * 0x0102040810204080ULL >> 56) << (8 * (byte & 7));
+      }
+      found.add(worker, i0 + i, j0, in_row);
     }
-    for (int j = 0; cut_j && j < nj; ++j) found.add(worker, j0 + j, i0, in_columns[j].data());
+    for (int j = 0; cut_j && j < nj; ++j) {
+      uint64_t in_column[Found::kWords];
+      for (int word = 0; word < Found::kWords; ++word) in_column[word] = s.columns[int64_t(word) * nj + j];
+      found.add(worker, j0 + j, i0, in_column);
+    }
   };
   m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
     m.tile(i0, ni, j0, nj, work[worker]);

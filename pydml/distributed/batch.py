@@ -214,6 +214,13 @@ class ShardedBatch(Batch):
 
     # Chosen pairs
 
+    def listed_triplets(self, a: Tensor, p: Tensor, n: Tensor, margin: float, smooth: bool) -> tuple[Tensor, Tensor]:
+        violation = self.dots(a, n) - self.dots(a, p) + margin
+        term = softplus(violation) if smooth else torch.relu(violation)
+        nothing = term.new_zeros(self.size[0])
+        total, above = (add_at(nothing, a, x.to(term.dtype)) for x in (term, term > 0))
+        return total, above.detach()
+
     def _search(self, searches: list[Search]) -> Tensor:
         """What each search finds for all rows: similarity and column [B, 2·searches]."""
         shards, engine = self._shards, Extremes(self._sides(), searches)

@@ -254,6 +254,12 @@ class Batch:
         total, above = ops.triplet(*self.matrix(), *options)
         return total, above
 
+    def listed_triplets(self, a: Tensor, p: Tensor, n: Tensor, margin: float, smooth: bool) -> tuple[Tensor, Tensor]:
+        """The same of the triplets (a, p, n)."""
+        options = (float(margin), smooth, self.view, self.normalize, self.backend)
+        total, above = ops.listed_triplets(self.embeddings, self.ref, a, p, n, *options)
+        return total, above
+
     def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
         """Column [B] of the easy, hard or semi-hard positive and negative of each row; -1 where there is none."""
         p, n = ops.extremes(*self.matrix(), positive, negative, self.view, self.normalize, self.backend)

@@ -98,8 +98,12 @@ class TripletMarginLoss(MetricLoss):
     def fused(self, batch: Batch) -> Tensor:
         listed = batch.triplets
         if listed is not None:
-            term = self._listed(batch, *listed)
-            return self._average(term.sum(), (term > 0).sum(), torch.tensor(len(term), device=term.device))
+            number = torch.tensor(len(listed[0]), device=listed[0].device)
+            if self.swap:
+                term = self._listed(batch, *listed)
+                return self._average(term.sum(), (term > 0).sum(), number)
+            total, above = batch.listed_triplets(*listed, self.margin, self.smooth_loss)
+            return self._average(total.sum(), above.sum(), number)
         if self.triplets == "hard":
             p, n = batch.extremes("hard", "hard")
             a = torch.arange(len(p), device=p.device)

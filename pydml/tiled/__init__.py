@@ -2,7 +2,7 @@
 
 from pydml.tiled.dots import dots, dots_backward
 from pydml.tiled.histogram import histogram, histogram_backward, histogram_saved
-from pydml.tiled.listed import listed, listed_backward
+from pydml.tiled.listed import listed, listed_backward, triplets_by
 from pydml.tiled.pair import pair, pair_backward, pair_saved
 from pydml.tiled.rank import rank
 from pydml.tiled.select import extremes, mined, sample, topk
@@ -29,4 +29,4 @@ KERNELS = {
         sample,
         rank,
     )
-}
+} | triplets_by(dots, dots_backward)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pydml.policy import POLICIES, LogSumExp, Policy, Slot
+from pydml.policy import POLICIES, LogSumExp, Policy, Slot, softplus
 from pydml.sums import add_at, segment_lse
 
 
@@ -79,3 +80,51 @@ def listed_backward(
             g = g * torch.exp(loss.term(k, *arguments) - known[i, k])
         w[slot.side] = w[slot.side] + g
     return w["positives"] if want_pos else pos.new_empty(0), w["negatives"] if want_neg else neg.new_empty(0)
+
+
+def triplets_by(dots: Callable[..., Any], dots_backward: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The engines of listed triplets, made of a backend's engines of listed pairs."""
+
+    def listed_triplets(
+        rows: Tensor,
+        cols: Tensor | None,
+        a: Tensor,
+        p: Tensor,
+        n: Tensor,
+        margin: float,
+        smooth: bool,
+        view: str,
+        normalize: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Of each anchor [R] the sum of its triplets' losses, and how many of them are above 0."""
+        u_ap, u_an = (dots(rows, cols, a, j, view, normalize) for j in (p, n))
+        violation = u_an - u_ap + margin
+        term = softplus(violation) if smooth else torch.relu(violation)
+        nothing = term.new_zeros(len(rows))
+        return add_at(nothing, a, term), add_at(nothing, a, (term > 0).to(term.dtype))
+
+    def listed_triplets_backward(
+        grad: Tensor,
+        rows: Tensor,
+        cols: Tensor | None,
+        a: Tensor,
+        p: Tensor,
+        n: Tensor,
+        margin: float,
+        smooth: bool,
+        view: str,
+        normalize: bool,
+        want_rows: bool,
+        want_cols: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """dL/drows and dL/dcols from dL/dsums."""
+        tail = view, normalize
+        u_ap, u_an = (dots(rows, cols, a, j, *tail) for j in (p, n))
+        violation = u_an - u_ap + margin
+        w = grad[a] * (torch.sigmoid(violation) if smooth else (violation > 0).to(grad.dtype))
+        more, less = (
+            dots_backward(g, rows, cols, a, j, *tail, want_rows, want_cols) for g, j in ((w, n), (-w, p))
+        )
+        return more[0] + less[0], more[1] + less[1]
+
+    return {f.__name__: f for f in (listed_triplets, listed_triplets_backward)}
