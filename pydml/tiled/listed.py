@@ -122,9 +122,7 @@ def triplets_by(dots: Callable[..., Any], dots_backward: Callable[..., Any]) -> 
         u_ap, u_an = (dots(rows, cols, a, j, *tail) for j in (p, n))
         violation = u_an - u_ap + margin
         w = grad[a] * (torch.sigmoid(violation) if smooth else (violation > 0).to(grad.dtype))
-        more, less = (
-            dots_backward(g, rows, cols, a, j, *tail, want_rows, want_cols) for g, j in ((w, n), (-w, p))
-        )
+        more, less = (dots_backward(g, rows, cols, a, j, *tail, want_rows, want_cols) for g, j in ((w, n), (-w, p)))
         return more[0] + less[0], more[1] + less[1]
 
     return {f.__name__: f for f in (listed_triplets, listed_triplets_backward)}
