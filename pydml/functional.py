@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from inspect import Parameter
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,12 @@ def _fixed(value: Any) -> Any:
     return numerator if isinstance(value, int) else numerator / denominator
 
 
+@lru_cache(maxsize=64)
+def _kept(cls: Any, arguments: tuple[Any, ...]) -> MetricLoss:
+    """A module that has no parameters and only numbers for settings serves many calls."""
+    return _build(cls, {name: value for name, _, value in arguments})
+
+
 def _call(
     cls: type[MetricLoss], arguments: dict[str, Any], tensors: dict[str, Tensor], batch: tuple[Any, ...], backend: str
 ) -> Tensor:
@@ -85,8 +92,11 @@ def _call(
     if torch.compiler.is_compiling():
         fixed = tuple([(name, _fixed(value)) for name, value in arguments.items()])
         module: MetricLoss = getattr(_traced, _remember(cls, fixed))
-    else:
+    elif tensors or not all(value is None or isinstance(value, (int, float, str)) for value in arguments.values()):
         module = _build(cls, arguments)
+    else:
+        kind: Any = cls
+        module = _kept(kind, tuple((name, type(value), value) for name, value in arguments.items()))
     if not tensors:
         loss: Tensor = module(*batch, backend=backend)
         return loss

@@ -7,6 +7,7 @@ statistics (``fused``).
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, TypedDict
@@ -155,21 +156,21 @@ class MetricLoss(WithRecords):
         """The reducer object of the constructor's arguments: one for each sub-loss, as in PML."""
         if reducer is None:
             checks.choice("reduction", reduction, ("mean", "sum", "none") if self.over_anchors else ("mean",))
-            reducer = self.get_default_reducer() if reduction == "mean" else DEFAULTS[reduction]()
+            make: Callable[[], Any] = self.get_default_reducer if reduction == "mean" else DEFAULTS[reduction]
         elif reduction != "mean":
             raise ValueError(f"reducer: got one beside reduction={reduction!r}, wanted only one of the two")
         elif not callable(reducer):
             raise TypeError(f"reducer: got {checks.shown(reducer)}, wanted a reducer, such as MeanReducer()")
-        kind = reducers.reduction(reducer, self.sub_losses)
-        if kind not in self.reductions and (kind == "divisor" or (self.pml is None and not self.over_anchors)):
-            wanted = ", ".join(name for name, known in reducers.REDUCTIONS.items() if known in self.reductions)
-            raise ValueError(f"reducer: {type(self).__name__} got {type(reducer).__name__}, wanted one of {wanted}")
+        else:
+            kind = reducers.reduction(reducer, self.sub_losses)
+            if kind not in self.reductions and (kind == "divisor" or (self.pml is None and not self.over_anchors)):
+                wanted = ", ".join(name for name, known in reducers.REDUCTIONS.items() if known in self.reductions)
+                raise ValueError(f"reducer: {type(self).__name__} got {type(reducer).__name__}, wanted one of {wanted}")
+            if reducers.is_a(reducer, "MultipleReducers", "DoNothingReducer"):
+                return reducer
+            make = functools.partial(copy.deepcopy, reducer)
         names = self.sub_loss_names()
-        if reducers.is_a(reducer, "MultipleReducers", "DoNothingReducer"):
-            return reducer
-        if len(names) == 1:
-            return copy.deepcopy(reducer)
-        return reducers.MultipleReducers({name: copy.deepcopy(reducer) for name in names})
+        return make() if len(names) == 1 else reducers.MultipleReducers({name: make() for name in names})
 
     def sub_loss_names(self) -> list[str]:
         """The parts of PML's dict, regularisers among them."""

@@ -72,7 +72,8 @@ class NPairsLoss(MetricLoss):
         stats = batch.stats_between(anchor, positive, "exponential", [1.0, 0.0, 1.0, 0.0], padding)
         own, others = stats.unbind(1)
         values = softplus(torch.where(real, others - own, 0))
-        return self._scatter(torch.where(batch.nan(values.new_zeros(())) == 0, values, torch.nan), anchor, real, batch)
+        value = self._scatter(values, anchor, real, batch)
+        return batch.nan(value) if isinstance(value, Tensor) else value
 
     def dense(self, batch: Dense) -> Value:
         anchor, positive, real = self._pairs(batch.batch)
