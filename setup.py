@@ -26,6 +26,8 @@ import nvcc  # noqa: E402
 
 CUDA_LIBRARY = "pydml._cuda"
 FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fno-math-errno", "-fno-trapping-math"]
+# A term of a sum of exponentials must have the same bits wherever it is computed (csrc/policy.h).
+FLAGS += ["-ffp-contract=off"]
 # Python's own -fwrapv makes every `int` index one that may wrap: loops would gather and scatter what lies side by side.
 FLAGS += ["-fno-wrapv"]
 # Without it at::parallel_for, a template in torch's headers, silently runs on one thread.

@@ -30,6 +30,23 @@ struct Slot {
                                     {Side::negatives, Kind::sum},      \
                                     {Side::negatives, Kind::constant}}
 
+// a·b + c, rounded once where the target can. No compiler makes one by itself: all of this is compiled without
+// contraction (-ffp-contract=off), because e^(term - statistic) is a share only if a term has the
+// same bits wherever it is computed, and a product that is rounded in one place and contracted in another has not.
+template <class R>
+PYDML_HD R Fma(R a, R b, R c) {
+#if defined(__CUDA_ARCH__)
+  return fma(a, b, c);
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  if constexpr (sizeof(R) == 4)
+    return __builtin_fmaf(a, b, c);
+  else
+    return __builtin_fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 template <class R>
 struct Exponent;
 template <>
@@ -40,12 +57,12 @@ struct Exponent<float> {
   static constexpr Int bias = 127, shift = 23;
   static PYDML_HD float mantissa(float r) {
     float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    return p * r * r + r + 1.f;
+    p = Fma(p, r, 1.3981999507e-3f);
+    p = Fma(p, r, 8.3334519073e-3f);
+    p = Fma(p, r, 4.1665795894e-2f);
+    p = Fma(p, r, 1.6666665459e-1f);
+    p = Fma(p, r, 5.0000001201e-1f);
+    return Fma(p * r, r, r) + 1.f;
   }
 };
 template <>
@@ -57,10 +74,10 @@ struct Exponent<double> {
   static PYDML_HD double mantissa(double r) {
     const double r2 = r * r;
     const double p =
-        r * ((1.26177193074810590878e-4 * r2 + 3.02994407707441961300e-2) * r2 + 9.99999999999999999910e-1);
+        r * Fma(Fma(1.26177193074810590878e-4, r2, 3.02994407707441961300e-2), r2, 9.99999999999999999910e-1);
     const double q =
-        ((3.00198505138664455042e-6 * r2 + 2.52448340349684104192e-3) * r2 + 2.27265548208155028766e-1) * r2 +
-        2.00000000000000000009e0;
+        Fma(Fma(Fma(3.00198505138664455042e-6, r2, 2.52448340349684104192e-3), r2, 2.27265548208155028766e-1), r2,
+            2.00000000000000000009e0);
     return 1.0 + 2.0 * p / (q - p);
   }
 };
@@ -73,9 +90,9 @@ PYDML_HD R Exp(R x) {
 #else
   using E = Exponent<R>;
   const R y = x < E::least ? E::least : (x > E::most ? E::most : x);
-  const R shifted = y * E::log2e + E::magic;  // adding 1.5·2^(mantissa bits) rounds to the nearest integer
+  const R shifted = Fma(y, E::log2e, E::magic);  // adding 1.5·2^(mantissa bits) rounds to the nearest integer
   const R n = shifted - E::magic;
-  const R r = (y - n * E::high) - n * E::low;
+  const R r = Fma(-n, E::low, Fma(-n, E::high, y));
   const typename E::Int bits = (static_cast<typename E::Int>(n) + E::bias) << E::shift;
   const R scaled = E::mantissa(r) * __builtin_bit_cast(R, bits);
   return x < E::least ? R(0) : scaled;
@@ -94,7 +111,7 @@ PYDML_HD R Log1p(R y) {
 #if !defined(__CUDACC__)
 #pragma GCC unroll 17
 #endif
-  for (int k = terms - 1; k >= 0; --k) p = p * z2 + R(1) / R(2 * k + 1);
+  for (int k = terms - 1; k >= 0; --k) p = Fma(p, z2, R(1) / R(2 * k + 1));
   return 2 * z * p;
 #endif
 }

@@ -485,6 +485,41 @@ def test_many_dimensions_do_not_underflow(backend: str) -> None:
 
 
 @ON
+@pytest.mark.parametrize("dim", [512, 1024, 4096])
+def test_negatives_of_wide_rows_are_drawn_with_the_weights_of_the_paper(backend: str, dim: int) -> None:
+    """12 negatives so little farther than each other that each weighs 2/3 of the one before; a hundred far ones."""
+    g = generator(dim)
+    axes = torch.linalg.qr(torch.randn(dim, 13, generator=g, dtype=torch.float64)).Q.T
+    d = 0.9 + torch.arange(12) * 0.9 * 0.4 / dim
+    cosine = (1 - d.square() / 2)[:, None]
+    near = cosine * axes[:1] + (1 - cosine.square()).sqrt() * axes[1:]
+    others = torch.randn(200, dim, generator=g, dtype=torch.float64)
+    ref = torch.cat((others[:100], near, others[100:]))
+    ref_labels = torch.cat((torch.zeros(100), torch.arange(1, 113))).long()
+    torch.manual_seed(5)
+    a, _, n = DistanceWeightedMiner()(axes[:1].repeat(30, 1), torch.zeros(30).long(), ref, ref_labels, backend=backend)
+    log_w = (2 - dim) * d.log() - (dim - 3) / 2 * torch.log1p(-d.square() / 4)
+    assert len(a) == 3000
+    not_surprising((n - 100).bincount(minlength=12), 3000 * log_w.softmax(0))
+
+
+@ON
+@pytest.mark.parametrize(
+    ("dim", "cutoffs"),
+    [(992, (0.5, 1.4)), (1024, (0.5, 1.4)), (4096, (0.5, 1.4)), (512, (0.1, 1.4)), (2, (0, 1.4)), (8, (0, 1.4))],
+)
+def test_no_width_and_no_cutoff_loses_triplets(backend: str, dim: int, cutoffs: tuple[float, float]) -> None:
+    """As many of each anchor as its class has items, if it has a negative in reach."""
+    z = torch.randn(128, dim, generator=generator(dim))
+    labels = torch.arange(128) // 4
+    a, p, n = DistanceWeightedMiner(*cutoffs)(z, labels, backend=backend)
+    x = torch.nn.functional.normalize(z.double())
+    in_reach = ((torch.cdist(x, x) < cutoffs[1]) & (labels[:, None] != labels)).any(1)
+    assert torch.equal(a.bincount(minlength=128), 4 * in_reach)
+    assert len(a) > 300 and (labels[a] == labels[p]).all() and (labels[a] != labels[n]).all()
+
+
+@ON
 def test_the_seed_of_torch_repeats_the_draws(backend: str) -> None:
     z, labels, _, _ = batch("random")
 

@@ -48,14 +48,19 @@ def tiles_for(z: Tensor, kind: str) -> table.Tiles:
 class Side(sides.Side):
     """One set of embeddings [n·pool, d], packed as [pool, padded n, D]: centre c of class i is row i of slice c."""
 
-    def __init__(self, z: Tensor, labels: Tensor, normalize: bool, math: str, pool: int = 1) -> None:
-        super().__init__(z, normalize)
+    def __init__(self, z: Tensor, labels: Tensor, normalize: bool, math: str, view: str, pool: int = 1,
+                 centre: Tensor | None = None) -> None:  # fmt: skip
+        super().__init__(z, normalize, centre)
         self.pool, self.size = pool, labels.shape[0]
         self.labels, self.order = labels.sort(stable=True)
         self.width = table.padded(z.shape[1])
         x = rounded(self.x, math).unflatten(0, (self.size, pool))[self.order].transpose(0, 1)
         self.packed = pad(x, (0, self.width - z.shape[1], 0, whole(self.size) - self.size)).contiguous()
         self.squares = self.packed.float().square().sum(2).flatten()
+        if view == "cosine":  # S of rows that are not of length 1 is their product, however near they are
+            short = (self.norm[:, 0] <= sides.TINY).unflatten(0, (self.size, pool))[self.order].T
+            short = pad(short, (0, whole(self.size) - self.size)).flatten()
+            self.squares = torch.where(short, torch.inf, self.squares)
 
     @property
     def slice(self) -> int:
@@ -85,9 +90,10 @@ class Matrix:
                  normalize: bool, pool: int = 1) -> None:  # fmt: skip
         self.symmetric, self.view = cols is None, view
         self.math = arithmetic(rows)
-        self.row = Side(rows, row_labels, normalize, self.math)
+        centre = sides.centre_of(rows, view, normalize)
+        self.row = Side(rows, row_labels, normalize, self.math, view, 1, centre)
         other = row_labels if col_labels is None else col_labels
-        self.col = self.row if cols is None else Side(cols, other, normalize, self.math, pool)
+        self.col = self.row if cols is None else Side(cols, other, normalize, self.math, view, pool, centre)
         self.finite = self.row.finite & self.col.finite
         self.arch = table.architecture(rows.device)
         self.device = rows.device

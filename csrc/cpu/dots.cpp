@@ -10,6 +10,7 @@ namespace {
 // A list of at least 1 in so many of the matrix' pairs is long: a product makes 8 similarities in the time of a single
 // one, and in fp32 the matrix is then at most twice as large as the list, with its two int64 a pair.
 constexpr int64_t kLong = 8;
+constexpr int64_t kBetweenLooks = 4096;  // pairs between two looks for a signal
 
 // Rows in the order given: a list has no use for sorted labels.
 template <class R>
@@ -55,7 +56,8 @@ R similarity(const Matrix<R>& m, int64_t i, int64_t j, std::vector<R>& x, std::v
   if (m.view == View::dot || m.view == View::cosine) m.k.dot(a, b, m.d, &s);
   if (m.view == View::euclidean) return -std::sqrt(d2);
   if (m.view == View::squared) return -d2;
-  return m.view == View::cosine && d2 < kNear<R> * (d2 + 2 * s) ? 1 - d2 / 2 : s;  // |x|²+|y|² = D²+2S
+  const bool near = m.view == View::cosine && d2 < kNear<R> * (d2 + 2 * s);  // |x|²+|y|² = D²+2S
+  return near ? (m.row.size[i] + m.col.size[j] - d2) / 2 : s;
 }
 
 // out_ji = f(out_ji, in_ij) in squares that stay in the cache, for rows i and columns j < cols, or only for j > i.
@@ -101,9 +103,15 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
       for (int64_t e = begin; e < end; ++e) u[e] = from[list.i[e] * m.n_cols + list.j[e]];
     });
   } else {
-    at::parallel_for(0, list.n, std::max<int64_t>(1, 16384 / m.d), [&](int64_t begin, int64_t end) {
-      std::vector<R> x(m.d), y(m.d);
-      for (int64_t e = begin; e < end; ++e) u[e] = similarity(m, list.i[e], list.j[e], x, y);
+    Watched::run([&](Watched& loop) {
+      at::parallel_for(0, list.n, std::max<int64_t>(1, 16384 / m.d), [&](int64_t begin, int64_t end) {
+        const Watched::Thread here(loop);
+        std::vector<R> x(m.d), y(m.d);
+        for (int64_t e = begin; e < end; ++e) {
+          if (e % kBetweenLooks == 0) Watched::look();
+          u[e] = similarity(m, list.i[e], list.j[e], x, y);
+        }
+      });
     });
   }
   if (!m.finite) out.fill_(std::numeric_limits<double>::quiet_NaN());
@@ -173,6 +181,7 @@ void add_each(Matrix<R>& m, const List& list, const R* g, bool want_rows, bool w
     const int64_t row0 = m.n_rows * owner / owners, row1 = m.n_rows * (owner + 1) / owners;
     const int64_t col0 = m.n_cols * owner / owners, col1 = m.n_cols * (owner + 1) / owners;
     for (int64_t e = 0; e < list.n; ++e) {
+      if (e % kBetweenLooks == 0) Watched::look();
       const int64_t i = list.i[e], j = list.j[e];
       const bool own_row = want_rows && i >= row0 && i < row1, own_col = want_cols && j >= col0 && j < col1;
       if ((!own_row && !own_col) || g[e] == 0) continue;

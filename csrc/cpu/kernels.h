@@ -430,7 +430,7 @@ template <class R>
 void dot(const R* x, const R* y, int64_t d, R* out) {
   R s = 0;
 #pragma omp simd reduction(+ : s)
-  for (int64_t k = 0; k < d; ++k) s += x[k] * y[k];
+  for (int64_t k = 0; k < d; ++k) s = Fma(x[k], y[k], s);
   *out = s;
 }
 
@@ -438,14 +438,14 @@ template <class R>
 void squared_distance(const R* x, const R* y, int64_t d, R* out) {
   R s = 0;
 #pragma omp simd reduction(+ : s)
-  for (int64_t k = 0; k < d; ++k) s += (x[k] - y[k]) * (x[k] - y[k]);
+  for (int64_t k = 0; k < d; ++k) s = Fma(x[k] - y[k], x[k] - y[k], s);
   *out = s;
 }
 
 template <class R>
 void axpy(R a, const R* x, R* y, int64_t d) {
 #pragma omp simd
-  for (int64_t k = 0; k < d; ++k) y[k] += a * x[k];
+  for (int64_t k = 0; k < d; ++k) y[k] = Fma(a, x[k], y[k]);
 }
 
 // Softmax weights of k neighbouring values; returns Σ p·u.
@@ -457,7 +457,7 @@ PYDML_HD R pooled_value(const R* u, int k, R sharpness, R* p) {
   for (int c = 0; c < k; ++c) {
     p[c] = Exp(sharpness * u[c] - top);
     total += p[c];
-    value += p[c] * u[c];
+    value = Fma(p[c], u[c], value);
   }
   for (int c = 0; c < k; ++c) p[c] /= total;
   return value / total;

@@ -164,7 +164,7 @@ void triplet_backward_with(const Thresholds<R>& h) {
 #pragma omp simd reduction(+ : total)
         for (int j = begin; j < end; ++j) {
           const R slope = triplet_slope<R, smooth>(u[j] + shift);
-          w[j] += g * slope, total += slope;
+          w[j] = Fma(g, slope, w[j]), total += slope;
         }
         h.slope_i[p * h.stride + i] += total;
       }
@@ -175,7 +175,7 @@ void triplet_backward_with(const Thresholds<R>& h) {
 #pragma omp simd
         for (int j = begin; j < end; ++j) {
           const R slope = threshold[j] < kInf<R> ? triplet_slope<R, smooth>(u[j] + m - threshold[j]) : R(0);
-          w[j] += h.grad_j[j] * slope, slopes[j] += slope;
+          w[j] = Fma(h.grad_j[j], slope, w[j]), slopes[j] += slope;
         }
       }
     });

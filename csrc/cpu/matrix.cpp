@@ -128,6 +128,9 @@ std::vector<Round> rounds(int row_blocks, int col_blocks, bool symmetric) {
 namespace {
 
 constexpr double kTiny = 1e-12;  // ‖z‖ is clamped here, as torch.nn.functional.normalize does
+// Rows whose spread is this little of their mean square are centred, and the number of rows that are looked at.
+constexpr double kCollapsed = 1.0 / 32;
+constexpr int64_t kLookedAt = 64;
 
 template <class R>
 at::Tensor wrap(R* data, int64_t rows, int64_t cols) {
@@ -249,9 +252,44 @@ Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit
       const R* v = from + place(i) * s0;
       for (int64_t c = 0; c < d; ++c) finite = finite && std::isfinite(v[c * s1]);
     }
-    const R length = normalize ? norm[i] / std::max(norm[i], R(kTiny)) : norm[i];
-    size[i] = normalize && !std::isfinite(norm[i]) ? R(0) : length * length;
+    size[i] = !normalize ? norm[i] * norm[i] : std::isfinite(norm[i]) ? R(1) : R(0);
+    if (normalize && norm[i] <= R(kTiny)) {  // no unit row, and its norm may have underflowed
+      std::vector<R> copy(d);
+      const R* v = row(i, copy.data());
+      k.dot(v, v, d, &size[i]);
+      clamped = true;
+    }
   }
+}
+
+template <class R>
+std::vector<R> Vectors<R>::centre() const {
+  const int64_t d = x.size(1), looked_at = std::min(n(), kLookedAt);
+  std::vector<R> mean(d), copy(d);
+  R square = 0, of_mean;
+  for (int64_t e = 0; e < looked_at; ++e) {
+    const int64_t i = e * n() / looked_at;
+    kernels<R>().axpy(R(1) / R(looked_at), row(i, copy.data()), mean.data(), d);
+    square += size[i] / R(looked_at);
+  }
+  kernels<R>().dot(mean.data(), mean.data(), d, &of_mean);
+  const bool collapsed = looked_at > 1 && square - of_mean < R(kCollapsed) * square;
+  return collapsed ? mean : std::vector<R>();
+}
+
+template <class R>
+void Vectors<R>::centre_on(const std::vector<R>& centre) {
+  unit = x;
+  x = at::empty_like(unit);
+  const R* from = unit.template const_data_ptr<R>();
+  R* to = x.template data_ptr<R>();
+  const int64_t d = x.size(1);
+  for_rows(n(), d, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      for (int64_t c = 0; c < d; ++c) to[i * d + c] = from[i * d + c] - centre[c];
+      kernels<R>().dot(to + i * d, to + i * d, d, &size[i]);
+    }
+  });
 }
 
 template <class R>
@@ -302,8 +340,9 @@ at::Tensor Vectors<R>::gradient() {
   const int64_t n = grad.size(0), d = grad.size(1);
   const bool direct = order.empty() && x.is_same(z);  // the gradient is laid out as the answer
   R* g = grad.template data_ptr<R>();
-  const R* v = x.template const_data_ptr<R>();
-  const int64_t g0 = grad.stride(0), g1 = grad.stride(1), x0 = x.stride(0), x1 = x.stride(1);
+  const at::Tensor& from = unit.defined() ? unit : x;
+  const R* v = from.template const_data_ptr<R>();
+  const int64_t g0 = grad.stride(0), g1 = grad.stride(1), x0 = from.stride(0), x1 = from.stride(1);
   if (normalize && g1 != 1) {  // column by column: neighbours in memory are neighbouring rows
     for_rows(n, d, [&](int64_t begin, int64_t end) {
       std::vector<R> radial(end - begin, R(0));
@@ -354,17 +393,25 @@ Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols,
       pool(pooled),
       sharpness(sharp),
       row(rows, row_labels, normalize, Keep::never, 1),
-      other(symmetric ? nullptr
+      centre(v == View::euclidean || v == View::squared ? row.centre() : std::vector<R>()),
+      other(symmetric         ? nullptr
+            : !centre.empty() ? new Vectors<R>(*cols, *col_labels, normalize, Keep::never, pooled)
             : rows.size(0) <= cols->size(0) / 4
                 ? new Vectors<R>(*cols, asked_for(*col_labels, row.label), normalize, Keep::always, pooled)
                 : new Vectors<R>(*cols, *col_labels, normalize, Keep::if_sorted, pooled)),
       col(symmetric ? row : *other),
+      tangent(normalize && centre.empty() && !row.clamped && !col.clamped),
       n_rows(row.n()),
       n_cols(col.n() / pooled),
       d(row.x.size(1)),
       T(block_size(symmetric ? n_rows : std::max(n_rows, n_cols))),
       col_block(std::max<int64_t>(1, T / pooled)),
       finite(row.finite && col.finite) {
+  Watched::start();
+  if (!centre.empty()) {
+    row.centre_on(centre);
+    if (other) other->centre_on(centre);
+  }
   same0.resize(n_rows);
   same1.resize(n_rows);
   for (int64_t i = 0, j = 0; i < n_rows;) {
@@ -415,6 +462,7 @@ std::vector<Workspace<R>> Matrix<R>::workspaces() const {
 
 template <class R>
 void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) const {
+  Watched::look();
   const int64_t wide = int64_t(nj) * pool, first = j0 * pool;
   R* out = pool > 1 ? w.raw.data() : w.u.data();
   // MKL's fp64 product gives equal columns different bits on some CPUs, by whether their number is odd
@@ -456,7 +504,7 @@ void Matrix<R>::mend(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
       if (!(d2 < kNear<R> * both * R(1.001))) continue;
       R exact;
       k.squared_distance(row.row(i0 + i, w.x.data()), col.row(j0 + j, w.y.data()), d, &exact);
-      u = view == View::cosine ? 1 - exact / 2 : view == View::squared ? -exact : -std::sqrt(exact);
+      u = view == View::cosine ? (both - exact) / 2 : view == View::squared ? -exact : -std::sqrt(exact);
       w.near.emplace_back(i, j);
     }
 }
@@ -511,8 +559,8 @@ void Matrix<R>::keep(int ni, int nj, Workspace<R>& w) const {
 template <class R>
 void Matrix<R>::add_weight(int64_t i, int64_t j, R weight, R u, Workspace<R>& w) {
   const R q = coefficient(weight, u);
-  if (is_distance() && !row.normalize) return push(i, j, q, w);
-  const R sign = is_distance() ? R(-1) : R(1);  // of unit rows, q·x_i is taken out by the normalisation's backward
+  if (is_distance() && !tangent) return push(i, j, q, w);
+  const R sign = is_distance() ? R(-1) : R(1);
   if (is_distance()) {
     const R d2 = view == View::squared ? -u : u * u;
     if (d2 < (sizeof(R) == 4 ? R(4e-5) : R(4e-13))) return push(i, j, q, w);
@@ -543,7 +591,7 @@ void Matrix<R>::add_weights(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>
       for (int64_t j = 0; j < wide; ++j) {
         const R weight = q[i * wide + j];
         if (weight == 0) continue;
-        if (is_distance() && !row.normalize) {
+        if (is_distance() && !tangent) {
           push(i0 + i, first + j, weight, w);
           continue;
         }
@@ -552,7 +600,7 @@ void Matrix<R>::add_weights(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>
       }
     return;
   }
-  if (is_distance() && !row.normalize) {  // Σ_j q_ij·x_i, and the same for columns
+  if (is_distance() && !tangent) {  // Σ_j q_ij·x_i, and the same for columns
     for (int i = 0; i < ni; ++i) {
       R total = 0;
       for (int64_t j = 0; j < wide; ++j) total += q[i * wide + j];

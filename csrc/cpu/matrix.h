@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/interrupt.h"
 #include "cpu/tile.h"
 #include "policy.h"
 
@@ -33,9 +34,12 @@ using Block = std::pair<int, int>;  // a row block and a column block
 template <class F>
 void parallel(int64_t tasks, const F& f) {
   const int64_t workers = at::in_parallel_region() ? 1 : at::get_num_threads();
-  at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t worker = begin; worker < end; ++worker)
-      for (int64_t task = worker; task < tasks; task += workers) f(task, worker);
+  Watched::run([&](Watched& loop) {
+    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+      const Watched::Thread here(loop);
+      for (int64_t worker = begin; worker < end; ++worker)
+        for (int64_t task = worker; task < tasks; task += workers) f(task, worker);
+    });
   });
 }
 
@@ -75,9 +79,11 @@ struct Vectors {
   at::Tensor x;                      // [n, d] rows in sorted order; where `loose`, in the order of z
   std::vector<int64_t> order;        // sorted place -> row of z; empty: the same
   std::vector<int64_t> label;        // [n / group] sorted
-  std::vector<R> norm, scale, size;  // scale: 1/‖z‖ where x holds z itself
+  std::vector<R> norm, scale, size;  // scale: 1/‖z‖ where x holds z itself; size: ‖x‖²
   bool normalize, finite, loose = false;
-  at::Tensor grad;  // [n, d] dL/dx in sorted order
+  bool clamped = false;  // is any ‖z‖ so small that x is no unit vector?
+  at::Tensor unit;       // x as it was before `centre_on`
+  at::Tensor grad;       // [n, d] dL/dx in sorted order
 
   int64_t n() const { return x.size(0); }
   int64_t place(int64_t i) const { return order.empty() ? i : order[i]; }
@@ -86,6 +92,10 @@ struct Vectors {
   const R* late_scale(int64_t first) const { return loose || scale.empty() ? nullptr : scale.data() + first; }
   // Row i as a contiguous unit vector; copied to `copy` [d] where x does not hold it so.
   const R* row(int64_t i, R* copy) const;
+  // A vector that all rows are near, where they are much nearer to it than to the origin; else nothing.
+  std::vector<R> centre() const;
+  // Distances do not change, and lose no digits, where a centre is taken from all rows. They must be a copy.
+  void centre_on(const std::vector<R>& centre);
   void start_gradient();
   at::Tensor gradient();  // dL/dz in the order, dtype and layout of z
   void add_to_gradient(int64_t i, R a, const R* v);
@@ -109,8 +119,10 @@ class Matrix {
   const int64_t pool;
   const R sharpness;
   Vectors<R> row;
+  const std::vector<R> centre;  // what was taken from rows and columns, empty: nothing
   std::unique_ptr<Vectors<R>> other;
   Vectors<R>& col;
+  const bool tangent;  // is q·x_i, a part of a distance's gradient, taken out by the normalisation's backward?
   const int64_t n_rows, n_cols, d, T, col_block;
   std::vector<int64_t> same0, same1;  // columns [same0_i, same1_i) have the label of row i
   std::vector<int64_t> self;          // the column that row i itself is, -1: none; empty: no row is a column

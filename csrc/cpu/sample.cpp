@@ -1,7 +1,7 @@
 // Distance-weighted sampling, Wu et al. 2017, section 4: for each anchor a negative drawn with weight 1/q(D).
 //   log w = (2-d)·log D - (d-3)/2·log(1-D²/4), D clamped below, only D < nonzero_loss_cutoff
-// Gumbel-max as an exponential race: the argmin of -log(U_j)/w_j. U comes from a counter, so a draw hangs on nothing
-// but the seed and its place, whatever the threads do.
+// Gumbel-max: the argmax of log w_j - log(-log U_j). U comes from a counter, so a draw hangs on nothing but the seed
+// and its place, whatever the threads do. Only logarithms are compared: weights of wide rows span thousands of decades.
 #include <cmath>
 
 #include "cpu/engine.h"
@@ -32,12 +32,13 @@ Tensor run(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_lab
   std::vector<std::vector<int64_t>> of(m.n_rows);  // the draws of every row
   for (int64_t t = 0; t < draws; ++t) of[place[anchor[t]]].push_back(t);
 
-  std::vector<double> best(draws, std::numeric_limits<double>::infinity());
+  constexpr double inf = std::numeric_limits<double>::infinity();
+  std::vector<double> best(draws, -inf);
   Tensor drawn = at::full({draws}, -1, anchors.options());
   int64_t* out = drawn.data_ptr<int64_t>();
   parallel(m.row_blocks(), [&](int64_t block, int64_t worker) {
     Workspace<R>& w = work[worker];
-    std::vector<double> weight(m.T);
+    std::vector<double> log_w(m.T), weight(m.T);
     const int64_t i0 = block * m.T;
     const int ni = int(std::min(m.T, m.n_rows - i0));
     for (int64_t j0 = 0; j0 < m.n_cols; j0 += m.T) {
@@ -45,25 +46,30 @@ Tensor run(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_lab
       m.tile(i0, ni, j0, nj, w);
       for (int i = 0; i < ni; ++i) {
         if (of[i0 + i].empty()) continue;
+        double top = -inf;  // of the row in this tile
         for (int j = 0; j < nj; ++j) {
           const bool same = j0 + j >= m.same0[i0 + i] && j0 + j < m.same1[i0 + i];
           const double d = std::max(-double(w.u[int64_t(i) * nj + j]), cutoff);
-          const double log_w = (2.0 - double(dim)) * std::log(d) - (double(dim) - 3) / 2 * std::log1p(-0.25 * d * d);
-          // relative to the weight at the cutoff, the largest there is but for d < 3
-          const double shift = (2.0 - double(dim)) * std::log(cutoff) -
-                               (double(dim) - 3) / 2 * std::log1p(-0.25 * std::min(cutoff * cutoff, 3.99));
-          const bool counts = !same && d < nonzero_loss_cutoff && std::isfinite(log_w);
-          weight[j] = counts ? std::exp(log_w - shift) : 0;
+          const double value = (2.0 - double(dim)) * std::log(d) - (double(dim) - 3) / 2 * std::log1p(-0.25 * d * d);
+          const bool counts = !same && d < nonzero_loss_cutoff && std::isfinite(value);
+          log_w[j] = counts ? value : -inf;
+          top = std::max(top, log_w[j]);
         }
-        for (const int64_t t : of[i0 + i])
+        if (top == -inf) continue;
+        for (int j = 0; j < nj; ++j) weight[j] = std::exp(log_w[j] - top);
+        for (const int64_t t : of[i0 + i]) {
+          double reach = std::exp(top - best[t]);
           for (int j = 0; j < nj; ++j) {
-            if (!(weight[j] > 0)) continue;
+            if (log_w[j] == -inf) continue;
             const int64_t column = m.col.place(j0 + j);
             const double u = uniform(key, uint64_t(t) * uint64_t(m.n_cols) + uint64_t(column));
-            if ((1 - u) > best[t] * weight[j]) continue;  // -log u >= 1-u: cannot win
-            const double time = -std::log(u) / weight[j];
-            if (time < best[t] || (time == best[t] && column < out[t])) best[t] = time, out[t] = column;
+            // -log u >= 1-u: cannot win, nor can what rounding might make of it
+            if ((1 - u) > reach * weight[j] * (1 + 1e-9)) continue;
+            const double score = log_w[j] - std::log(-std::log(u));
+            if (score < best[t] || (score == best[t] && column > out[t])) continue;
+            best[t] = score, out[t] = column, reach = std::exp(top - score);
           }
+        }
       }
     }
   });

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pydml import ops
 from pydml.tiled import select as tiled_select
+from pydml.tiled.sides import TINY
 from pydml.tuples import distinct, is_distinct
 
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -322,6 +323,15 @@ class Batch:
         return value
 
 
+def lse_of_all(term: Tensor) -> Tensor:
+    """log Σ e^{term} of all terms, whose shares add up to 1.
+
+    torch.logsumexp's are e^{term - result}, of a result that is rounded to the digits of the largest term.
+    """
+    top = term.detach().amax()
+    return top + torch.exp(term - top).sum().log()
+
+
 def pair_stats(
     rows: Tensor,
     cols: Tensor | None,
@@ -369,7 +379,8 @@ class Dense:
         """Similarities; of bit-identical unit rows exactly 1."""
         s = self.x @ self.y.T
         if self.batch.normalize:
-            s = torch.where((self.D == 0) & (self.x.norm(dim=1) > 0)[:, None], torch.ones_like(s), s)
+            unit = self.z.detach().norm(dim=1) > TINY  # others are 0, or too short to be normalised
+            s = torch.where((self.D == 0) & unit[:, None], torch.ones_like(s), s)
         return s
 
     @cached_property

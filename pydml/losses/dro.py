@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from pydml import checks
 from pydml.losses.base import Common, MetricLoss, Value
-from pydml.losses.batch import Batch, Dense, lse
+from pydml.losses.batch import Batch, Dense, lse, lse_of_all
 from pydml.policy import softplus
 
 
@@ -143,7 +143,7 @@ class DROKLLoss(_DROLoss):
         if not number:
             return batch.zero()
         stats = batch.stats(*self.policy(self.gamma, self.gamma))
-        return self.gamma * (stats.flatten().logsumexp(0) - math.log(number))
+        return self.gamma * (lse_of_all(stats) - math.log(number))
 
     def dense(self, batch: Dense) -> Tensor:
         pairs = batch.same | batch.diff
@@ -152,7 +152,7 @@ class DROKLLoss(_DROLoss):
         losses = self.pair_loss(batch.S, batch.same)[pairs]
         if not len(losses):
             return batch.batch.zero()
-        return self.gamma * ((losses / self.gamma).logsumexp(0) - math.log(len(losses)))
+        return self.gamma * (lse_of_all(losses / self.gamma) - math.log(len(losses)))
 
 
 class DROKLGroupedLoss(_DROLoss):

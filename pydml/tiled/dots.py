@@ -28,7 +28,8 @@ def dots(rows: Tensor, cols: Tensor | None, i: Tensor, j: Tensor, view: str, nor
         d2 = (x - y).square().sum(1)
         if view == "cosine":
             s = (x * y).sum(1)
-            u[part] = torch.where(d2 < near_tolerance(d2.dtype) * (d2 + 2 * s), 1 - d2 / 2, s)  # ‖x‖²+‖y‖² = D²+2S
+            near = d2 < near_tolerance(d2.dtype) * (d2 + 2 * s)  # ‖x‖²+‖y‖² = D²+2S
+            u[part] = torch.where(near & m.are_unit(i[part], j[part]), 1 - d2 / 2, s)
         else:
             u[part] = -d2 if view == "squared" else -d2.sqrt()
     (u,) = m.poison(u)

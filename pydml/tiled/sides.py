@@ -18,6 +18,8 @@ from pydml.sums import add_at_
 TILE_ELEMENTS = 1 << 22
 #: ‖z‖ is clamped here, as torch.nn.functional.normalize does.
 TINY = 1e-12
+#: Rows whose spread is this little of their mean square are centred, and how many rows are looked at to know it.
+COLLAPSED, LOOKED_AT = 1 / 32, 64
 
 
 def compute_dtype(z: Tensor) -> torch.dtype:
@@ -63,11 +65,12 @@ def uniform_bits(n: int, device: torch.device) -> Tensor:
 class Side:
     """One set of embeddings ``z`` [n, d]: what the matrix is made of (``x``), and the gradient that comes back."""
 
-    def __init__(self, z: Tensor, normalize: bool) -> None:
+    def __init__(self, z: Tensor, normalize: bool, centre: Tensor | None = None) -> None:
         self.given, self.normalize = z.detach(), normalize
         z = self.given.to(compute_dtype(z))
         self.norm = torch.linalg.vector_norm(z, dim=1, keepdim=True)  # [n, 1]
-        self.x = z / self.norm.clamp_min(TINY) if normalize else z
+        self.unit = z / self.norm.clamp_min(TINY) if normalize else z
+        self.x = self.unit if centre is None else self.unit - centre
         self.finite = torch.isfinite(z).all()
         self.grad: Tensor | None = None
 
@@ -85,9 +88,23 @@ class Side:
         if g is None:
             return self.given.new_empty(0)
         if self.normalize:
-            radial = (g * self.x).sum(1, keepdim=True) * self.x
+            radial = (g * self.unit).sum(1, keepdim=True) * self.unit
             g = torch.where(self.norm > TINY, g - radial, g) / self.norm.clamp_min(TINY)
         return torch.empty_like(self.given).copy_(g)  # in the dtype and the layout of z
+
+
+def centre_of(rows: Tensor, view: str, normalize: bool) -> Tensor | None:
+    """What distances are better taken from [d]: the mean of rows that have all but collapsed to a point, 0 for others.
+
+    ‖x_i‖²+‖x_j‖²-2S loses the digits that D² is smaller by than the rows; distances do not change where a common vector
+    is taken from all rows, and the digits then are there. Some rows stand for all: any vector near them will do.
+    """
+    if view in ("dot", "cosine") or rows.shape[0] < 2:
+        return None
+    some = torch.arange(LOOKED_AT, device=rows.device) * rows.shape[0] // LOOKED_AT
+    x = Side(rows[some], normalize).x
+    mean, square = x.mean(0), x.square().sum(1).mean()
+    return torch.where(square - mean.square().sum() < COLLAPSED * square, mean, 0)
 
 
 @dataclass
@@ -117,8 +134,9 @@ class Matrix:
     ) -> None:
         self.symmetric = cols is None
         self.view = view
-        self.row = Side(rows, normalize)
-        self.col = self.row if cols is None else Side(cols, normalize)
+        centre = centre_of(rows, view, normalize)
+        self.row = Side(rows, normalize, centre)
+        self.col = self.row if cols is None else Side(cols, normalize, centre)
         self.row_labels = row_labels
         self.col_labels = row_labels if col_labels is None else col_labels
         self.columns = torch.arange(len(self.col.x), device=rows.device)
@@ -162,13 +180,17 @@ class Matrix:
         i, j = close.nonzero(as_tuple=True)
         d2[i, j] = self.near_squares(x, i, j)
         if self.view == "cosine":
-            s[i, j] = 1 - d2[i, j] / 2
+            s[i, j] = torch.where(self.are_unit(rows[i], j), 1 - d2[i, j] / 2, s[i, j])
             return s, None, None
         d2 = d2.clamp_min_(0)
         if self.view == "squared":
             return -d2, torch.full_like(d2, -1.0), (i, j)
         d = d2.sqrt()
         return -d, torch.where(d > 0, -0.5 / d, 0), (i, j)  # at D=0 the gradient of D is 0
+
+    def are_unit(self, i: Tensor, j: Tensor) -> Tensor:
+        """Are both rows of listed pairs of length 1, neither 0 nor too short to be normalised?"""
+        return (self.row.norm[i, 0] > TINY) & (self.col.norm[j, 0] > TINY)
 
     def near_squares(self, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """‖x_i - y_j‖² of listed pairs, in slices that hold no more than a tile does."""
