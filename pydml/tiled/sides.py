@@ -189,8 +189,10 @@ class Matrix:
         return -d, torch.where(d > 0, -0.5 / d, 0), (i, j)  # at D=0 the gradient of D is 0
 
     def are_unit(self, i: Tensor, j: Tensor) -> Tensor:
-        """Are both rows of listed pairs of length 1, neither 0 nor too short to be normalised?"""
-        return (self.row.norm[i, 0] > TINY) & (self.col.norm[j, 0] > TINY)
+        """Are both rows of listed pairs of length 1: normalised, neither 0 nor too short for it?"""
+        least = TINY if self.row.normalize else torch.inf
+        unit: Tensor = (self.row.norm[i, 0] > least) & (self.col.norm[j, 0] > least)
+        return unit
 
     def near_squares(self, x: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """‖x_i - y_j‖² of listed pairs, in slices that hold no more than a tile does."""
