@@ -247,3 +247,43 @@ def test_no_block_is_as_large_as_the_matrix(backend: str, monkeypatch: pytest.Mo
 def test_wrong_arguments_are_named(make: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+EVERY = [
+    TripletMarginMiner(),
+    PairMarginMiner(),
+    AngularMiner(),
+    HDCMiner(),
+    UniformHistogramMiner(),
+    BatchEasyHardMiner(allowed_neg_range=(0.5, 1.5)),
+    MultiSimilarityMiner(distance=pydml.distances.LpDistance(p=1)),
+]
+
+
+@ON
+@pytest.mark.parametrize("miner", EVERY, ids=lambda miner: type(miner).__name__)
+def test_batches_that_are_empty_wrong_or_of_other_dtypes(backend: str, miner: Any) -> None:
+    z, labels, ref, ref_labels = batch("rect")
+    for given in ((z[:0], labels[:0]), (z, labels, z[:0], labels[:0]), (z[:0], labels[:0], z, labels)):
+        assert number(miner(*given, backend=backend)) == 0
+    bad = z.clone()
+    bad[3, 0], bad[5] = torch.nan, torch.inf
+    for index in miner(bad, labels, backend=backend):
+        assert ((index >= 0) & (index < len(z))).all()
+    torch.manual_seed(1)
+    want = miner(z.bfloat16().float(), labels, ref.bfloat16().float(), ref_labels, backend=backend)  # type: ignore[union-attr]
+    torch.manual_seed(1)
+    got = miner(z.bfloat16().requires_grad_(), labels.int(), ref.bfloat16(), ref_labels.int(), backend=backend)  # type: ignore[union-attr]
+    plain(got)
+    assert all(torch.equal(i, j) for i, j in zip(got, want, strict=True))
+
+
+@ON
+@pytest.mark.parametrize("miner", EVERY, ids=lambda miner: type(miner).__name__)
+def test_our_losses_and_pmls_take_the_tuples(backend: str, miner: Any) -> None:
+    from pytorch_metric_learning import losses
+
+    z, labels, ref, ref_labels = batch("rect")
+    indices = miner(z, labels, ref, ref_labels, backend=backend)
+    got = pydml.losses.ContrastiveLoss()(z, labels, indices, ref, ref_labels, backend=backend)
+    torch.testing.assert_close(got, losses.ContrastiveLoss()(z, labels, indices, ref, ref_labels))

@@ -13,6 +13,7 @@ import pydml
 from pydml.losses import CrossBatchMemory
 
 pml_losses = pytest.importorskip("pytorch_metric_learning.losses", reason="pytorch-metric-learning is not installed")
+from pytorch_metric_learning import distances as pml_distances  # noqa: E402
 from pytorch_metric_learning import miners as pml_miners  # noqa: E402
 
 DIM, ROWS, SIZE = 7, 8, 19
@@ -69,7 +70,19 @@ def test_losses_of_pml_in_our_memory_are_those_in_pmls(name: str, miner: str | N
         same_state(mine, other)
 
 
-@pytest.mark.parametrize("name", SHARED)
+ALIKE = ["LiftedStructureLoss", "GeneralizedLiftedStructureLoss", "MarginLoss", "NCALoss"]
+
+
+@pytest.mark.parametrize("name", [*SHARED, *ALIKE])
+@pytest.mark.parametrize("distance", [None, "SNRDistance", "CosineSimilarity"])
+def test_our_losses_in_our_memory_are_pmls_in_pmls(name: str, distance: str | None) -> None:
+    given = {} if distance is None else {"distance": getattr(pml_distances, distance)()}
+    mine, other = both(getattr(pydml.losses, name)(**given), getattr(pml_losses, name)(**given))
+    for z, y in batches(5):
+        assert_same(step(mine, z, y), step(other, z, y), 1e-9)
+
+
+@pytest.mark.parametrize("name", [*SHARED, *ALIKE])
 @pytest.mark.parametrize("miner", [None, "MultiSimilarityMiner", "BatchHardMiner"])
 def test_our_losses_in_pmls_memory_are_pmls(name: str, miner: str | None) -> None:
     given = [None, None] if miner is None else [getattr(pml_miners, miner)() for _ in range(2)]

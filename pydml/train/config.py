@@ -31,7 +31,7 @@ def _about(text: str, least: float | None = None, options: Sequence[str] = ()) -
     return {"help": text, "least": least, "options": tuple(options)}
 
 
-MINERS = tuple(name for name in pydml.miners.__all__ if name != "Miner")
+MINERS = tuple(name for name in pydml.miners.__all__ if name not in ("BaseMiner", "Miner"))
 
 
 @dataclass(frozen=True, kw_only=True)
