@@ -204,10 +204,13 @@ class CrossBatchMemory(WithRecords):
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
         """Write embeddings to the next places (``curr_batch_idx``), the oldest ones."""
         z, device = embeddings.detach(), embeddings.device
-        self.embedding_memory = self.embedding_memory.to(device, z.dtype)
+        dtype, filled = z.dtype, self.queue_idx or self.has_been_filled
+        if filled and ops.compute_dtype(self.embedding_memory) == ops.compute_dtype(z):
+            dtype = torch.promote_types(self.embedding_memory.dtype, z.dtype)  # what is there already is not rounded
+        self.embedding_memory = self.embedding_memory.to(device, dtype)
         self.label_memory = self.label_memory.to(device)
         places = torch.arange(self.queue_idx, self.queue_idx + batch_size, device=device) % self.memory_size
-        self.embedding_memory[places] = z
+        self.embedding_memory[places] = z.to(dtype)
         self.label_memory[places] = labels.to(self.label_memory.dtype)
         self.has_been_filled = self.has_been_filled or self.queue_idx + batch_size >= self.memory_size
         self.queue_idx = (self.queue_idx + batch_size) % self.memory_size

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from pydml.backends import interpreted, kernel
+from pydml.checks import transformed
 from pydml.policy import POLICIES
 
 #: Ops whose output sizes are data: a compiler cannot look into them.
@@ -65,6 +66,19 @@ def _no_double_backward(ctx: Any, *grads: Any) -> Any:
         "pydml: double backward is not supported by the fused ops; use backend='dense' for second derivatives of "
         "losses on cosines (PyTorch has none of its distances)"
     )
+
+
+def _no_transform() -> None:
+    """torch.func sees into PyTorch's own operations only, and its messages name neither us nor what to do."""
+    if transformed():
+        raise RuntimeError(
+            "pydml: torch.func (grad, vmap, jacrev, jvp) does not see into the fused ops; use backend='dense' (jvp on "
+            "cosines of proxies only: PyTorch has none of its distances), or loss.backward() and torch.autograd.grad"
+        )
+
+
+def _no_forward_mode(*_: Any) -> Any:
+    raise RuntimeError("pydml: forward-mode derivatives are not supported by the fused ops; use backend='dense'")
 
 
 def _differentiable(
@@ -130,8 +144,10 @@ def _differentiable(
             return output
 
     Eager.backward = staticmethod(backward)  # type: ignore[method-assign]
+    Eager.jvp = staticmethod(_no_forward_mode)  # type: ignore[method-assign]
 
     def call(*arguments: Any) -> Any:
+        _no_transform()
         return op(*arguments) if traced(arguments[0]) else Eager.apply(*arguments)  # type: ignore[no-untyped-call]
 
     call._schema = op._schema  # type: ignore[attr-defined]

@@ -213,7 +213,7 @@ def histogram(
 
 def histogram_saved(rows: Tensor, cols: Tensor | None) -> int:
     """Tiles of which :func:`histogram` keeps the range."""
-    tiles = tiles_for(rows, "counts")
+    tiles = tiles_for(rows, cols, "counts")
     n_cols = rows.shape[0] if cols is None else cols.shape[0]
     return triton.cdiv(rows.shape[0], tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 

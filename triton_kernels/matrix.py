@@ -25,10 +25,14 @@ def whole(n: int) -> int:
     return -(-max(n, 1) // table.LARGEST) * table.LARGEST
 
 
-def arithmetic(z: Tensor) -> str:
-    """How S is computed for embeddings of this dtype: the table's ``math``."""
-    if z.dtype in (torch.bfloat16, torch.float16):
-        return "bf16" if z.dtype == torch.bfloat16 else "fp16"
+def arithmetic(rows: Tensor, cols: Tensor | None = None) -> str:
+    """How S is computed for embeddings of these dtypes: the table's ``math``.
+
+    Half precision on one side alone, embeddings beside fp32 proxies, say, is multiplied in that: S has no more digits.
+    """
+    halves = {z.dtype for z in (rows, cols) if z is not None} & {torch.bfloat16, torch.float16}
+    if len(halves) == 1:
+        return "bf16" if torch.bfloat16 in halves else "fp16"
     return "tf32" if tf32() and not torch.version.hip else "ieee"
 
 
@@ -39,10 +43,10 @@ def rounded(x: Tensor, math: str) -> Tensor:
     return x.to({"ieee": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[math])
 
 
-def tiles_for(z: Tensor, kind: str) -> table.Tiles:
+def tiles_for(rows: Tensor, cols: Tensor | None, kind: str) -> table.Tiles:
     """The table's entry for embeddings like these, and a kind of launch."""
-    arch = table.architecture(z.device).name
-    return table.tiles(arch, arithmetic(z), table.padded(z.shape[1]), kind)
+    arch = table.architecture(rows.device).name
+    return table.tiles(arch, arithmetic(rows, cols), table.padded(rows.shape[1]), kind)
 
 
 class Side(sides.Side):
@@ -89,7 +93,7 @@ class Matrix:
     def __init__(self, rows: Tensor, cols: Tensor | None, row_labels: Tensor, col_labels: Tensor | None, view: str,
                  normalize: bool, pool: int = 1) -> None:  # fmt: skip
         self.symmetric, self.view = cols is None, view
-        self.math = arithmetic(rows)
+        self.math = arithmetic(rows, cols)
         centre = sides.centre_of(rows, view, normalize)
         self.row = Side(rows, row_labels, normalize, self.math, view, 1, centre)
         other = row_labels if col_labels is None else col_labels
@@ -112,7 +116,7 @@ class Matrix:
         return first, torch.searchsorted(other.labels, own.labels, out_int32=True, right=True)
 
     def tiles(self, kind: str) -> table.Tiles:
-        return tiles_for(self.row.given, kind)
+        return tiles_for(self.row.given, self.col.given, kind)
 
     def splits(self, programs: int, most: int) -> int:
         """Into how many parts the columns are split, so that few rows still fill the device."""

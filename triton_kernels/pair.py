@@ -468,7 +468,7 @@ def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> in
     n_cols = n_rows if cols is None else cols.shape[0] // pool
     if not (n_rows and n_cols and flags(policy, epsilon, view)):
         return 0
-    tiles = tiles_for(rows, "forward")
+    tiles = tiles_for(rows, cols, "forward")
     return triton.cdiv(n_rows, tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pydml import ops
+from pydml.products import product
 from pydml.tiled import select as tiled_select
 from pydml.tiled.sides import TINY
 from pydml.tuples import distinct, is_distinct
@@ -316,7 +317,7 @@ class Batch:
     def gram(self) -> Tensor:
         """XᵀX [d, d] of the normalised rows."""
         x = torch.nn.functional.normalize(self.embeddings.to(self.dtype))
-        return x.T @ x
+        return product(x.T, x)
 
     def over_classes(self, value: Tensor) -> Tensor:
         """A sum over the classes of this process as one over all classes."""
@@ -377,7 +378,7 @@ class Dense:
     @cached_property
     def S(self) -> Tensor:
         """Similarities; of bit-identical unit rows exactly 1."""
-        s = self.x @ self.y.T
+        s = product(self.x, self.y.T)
         if self.batch.normalize:
             unit = self.z.detach().norm(dim=1) > TINY  # others are 0, or too short to be normalised
             s = torch.where((self.D == 0) & unit[:, None], torch.ones_like(s), s)
@@ -403,7 +404,7 @@ class Dense:
             return mat if self.distance.is_inverted else -mat
         w = torch.nn.functional.normalize(w) if self.batch.normalize else w
         if self.batch.view in ("dot", "cosine"):
-            return self.x @ w.T
+            return product(self.x, w.T)
         d = torch.cdist(self.x, w, compute_mode="donot_use_mm_for_euclid_dist")
         return -d if self.batch.view == "euclidean" else -d.square()
 

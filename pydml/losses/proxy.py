@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from pydml import checks
+from pydml import checks, ops
 from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense
 
@@ -63,9 +63,18 @@ class ProxyLoss(MetricLoss):
         nn.init.normal_(w)
 
     def columns(self, like: Tensor) -> Tensor:
-        """The proxies [C·K, d] in the dtype of the embeddings."""
+        """The proxies [C·K, d] in their own dtype, which may be another than that of the embeddings.
+
+        In mixed precision they, and their gradient, must not be rounded to half. Only what is computed in fp64 and what
+        is not do not mix.
+        """
         w: Tensor = getattr(self, self.parameter)
-        return (w.T if self.transposed else w).to(like.dtype)
+        w = w.T if self.transposed else w
+        return w if ops.compute_dtype(w) == ops.compute_dtype(like) else w.to(ops.compute_dtype(like))
+
+    def unit_columns(self, like: Tensor) -> Tensor:
+        """The normalised proxies [C·K, d] in the dtype of the computation."""
+        return torch.nn.functional.normalize(self.columns(like).to(ops.compute_dtype(like)))
 
     def seen(self, like: Tensor) -> Tensor:
         """The same as the distance gets them."""
@@ -102,7 +111,9 @@ class ProxyLoss(MetricLoss):
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """What the distance gives for every embedding and every proxy [B, C]; a similarity: scores for prediction."""
-        logits: Tensor = self.distance(embeddings, self.seen(embeddings))
+        z = embeddings.to(ops.compute_dtype(embeddings))
+        with ops.no_autocast(z.device):
+            logits: Tensor = self.distance(z, self.seen(z).to(z.dtype))
         return logits
 
     def classes(self, like: Tensor) -> Tensor:
@@ -118,7 +129,7 @@ class ProxyLoss(MetricLoss):
 
     def scores(self, batch: Dense) -> Tensor:
         """u of every row and every proxy [B, C·K]."""
-        return batch.against(self.seen(batch.z))
+        return batch.against(self.seen(batch.z).to(batch.z.dtype))
 
     def weighted(self, values: Tensor, batch: Batch, anchors_only: bool = False) -> Value:
         """Reduce one value a row, weighted by the tuple."""

@@ -10,6 +10,7 @@ from pydml import checks
 from pydml.losses.batch import Batch, Dense, lse, pair_stats
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
+from pydml.products import product
 from pydml.sums import segment_lse
 
 
@@ -70,10 +71,10 @@ class ProxyRepulsionLoss(ProxyLoss):
             negative = pair_stats(proxies, None, classes, None, "exponential", params, backend=batch.backend)[:, 1]
         else:
             # G = W (XᵀX) Wᵀ: a d×d matrix instead of the B×C cosines
-            w = torch.nn.functional.normalize(proxies.to(batch.dtype))
+            w = self.unit_columns(z)
             gram = batch.gram() / (batch.size[0] if self.aggregate == "mean" else 1)
             negative = pair_stats(
-                w @ gram, w, classes, classes, "exponential", params, normalize=False, backend=batch.backend
+                product(w, gram), w, classes, classes, "exponential", params, normalize=False, backend=batch.backend
             )[:, 1]
         return self._average(positive, negative)
 
@@ -82,9 +83,9 @@ class ProxyRepulsionLoss(ProxyLoss):
         positives = torch.nn.functional.one_hot(batch.batch.known_labels(), self.num_classes).to(s.dtype)
         positive = lse(-self.alpha * (s - self.margin) + (batch.weights() - 1)[:, None], positives, dim=0)
         if self.variant == "proxy":
-            w = torch.nn.functional.normalize(self.columns(batch.z))
-            g = w @ w.T
+            w = self.unit_columns(batch.z)
+            g = product(w, w.T)
         else:
-            g = s.T @ s / (len(s) if self.aggregate == "mean" else 1)
+            g = product(s.T, s) / (len(s) if self.aggregate == "mean" else 1)
         others = 1 - torch.eye(self.num_classes, dtype=s.dtype, device=s.device)
         return self._average(positive, lse(self.alpha * (g + self.margin), others))

@@ -15,6 +15,7 @@ from pydml.losses.base import Value
 from pydml.losses.batch import Batch, Dense
 from pydml.losses.proxy import ProxyCommon, ProxyLoss
 from pydml.policy import softplus
+from pydml.products import product
 
 
 class SoftTripleLoss(ProxyLoss):
@@ -68,9 +69,9 @@ class SoftTripleLoss(ProxyLoss):
     def _merging(self, like: Tensor) -> Tensor:
         """The τ-term."""
         k = self.centers_per_class
-        w = torch.nn.functional.normalize(self.columns(like)).unflatten(0, (-1, k))
+        w = self.unit_columns(like).unflatten(0, (-1, k))
         i, j = torch.triu_indices(k, k, 1, device=w.device).unbind()
-        gram = (w @ w.transpose(1, 2))[:, i, j]
+        gram = product(w, w.mT)[:, i, j]
         return self.tau * torch.sqrt(2 + 1e-5 - 2 * gram).sum() / (self.num_classes * k * (k - 1))
 
     def _pooled(self, s: Tensor) -> Tensor:
