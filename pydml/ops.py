@@ -77,7 +77,7 @@ def _no_transform() -> None:
         )
 
 
-def _no_forward_mode(*_: Any) -> Any:
+def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
     raise RuntimeError("pydml: forward-mode derivatives are not supported by the fused ops; use backend='dense'")
 
 
