@@ -250,15 +250,15 @@ class MetricLoss(WithRecords):
         reduced: Tensor = self.reducer(parts, embeddings, batch.labels)  # DoNothingReducer: the dict
         return batch.nan(reduced) if isinstance(reduced, Tensor) else reduced
 
-    def compared(self, batch: Batch) -> Tensor:
-        """The columns, as the distance object would get them."""
-        return batch.embeddings if batch.ref is None else batch.ref
+    def compared(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Rows and columns, as the distance object would get them."""
+        return batch.embeddings, batch.embeddings if batch.ref is None else batch.ref
 
     def _collect(self, batch: Batch) -> None:
         """The statistics that the distance object would have collected, had it been called."""
         self.reset_stats()
         if self.kind != OTHER and getattr(self.distance, "collect_stats", False):
-            rows, cols = batch.embeddings, self.compared(batch)
+            rows, cols = self.compared(batch)
             normal = [self.distance.maybe_normalize(x) for x in (rows, cols)]
             self.distance.set_default_stats(rows, cols, *normal)
 

@@ -53,6 +53,10 @@ class NPairsLoss(MetricLoss):
         at = torch.argsort(~first, stable=True)[: len(labels) // 2]
         return order[at], order[1:][at], first[at]
 
+    def compared(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        (anchor, positive, real), z = self._pairs(batch), batch.everything()
+        return z[anchor[real]], z[positive[real]]
+
     def _scatter(self, values: Tensor, anchor: Tensor, real: Tensor, batch: Batch) -> Value:
         """Values of the pairs at their anchors [B]."""
         if self.collect_stats:

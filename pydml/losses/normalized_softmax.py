@@ -41,6 +41,10 @@ class NormalizedSoftmaxLoss(ProxyLoss):
         unit: Tensor = w if self.normalize_embeddings and self.kind != OTHER else self.distance.normalize(w)
         return unit
 
+    def compared(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        rows, w = super().compared(batch)
+        return rows, self.distance.normalize(w)
+
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """Class scores [B, C], for prediction."""
         logits = super().get_logits(embeddings) / self.temperature

@@ -106,8 +106,8 @@ class ProxyLoss(MetricLoss):
             more["weight_reg_loss"] = self.weight_reg_weight * regular
         return more
 
-    def compared(self, batch: Batch) -> Tensor:
-        return self.seen(batch.embeddings)
+    def compared(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return batch.embeddings, self.seen(batch.embeddings)
 
     def get_logits(self, embeddings: Tensor) -> Tensor:
         """What the distance gives for every embedding and every proxy [B, C]; a similarity: scores for prediction."""
