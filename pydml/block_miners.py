@@ -281,7 +281,7 @@ class HDCMiner(BlockMiner):
         found = []
         for side, hardest in ((batch.same, -u), (batch.diff, u)):
             at = side.flatten().nonzero()[:, 0]
-            at = at[hardest[at].topk(self._number(len(at))).indices]
+            at = at[hardest[at].topk(self._number(len(at)), sorted=False).indices]
             found += [at // batch.u.shape[1], at % batch.u.shape[1]]
         self.a1, self.p, self.a2, self.n = found
         return tuple(found)
@@ -295,6 +295,8 @@ class HDCMiner(BlockMiner):
     def _share(self, batch: Batch) -> Indices:
         if self.was_set_externally:
             return self._share_of_listed(batch)
+        if self.small(batch):
+            return self.by_matrix(batch)
         rows, cols = batch.size
         n_pos = int(batch.positives().sum())
         n_neg = rows * (cols - int(batch.has_selves)) - n_pos
@@ -302,13 +304,12 @@ class HDCMiner(BlockMiner):
         empty = batch.embeddings.new_empty(0, dtype=batch.dtype)
         best = [(empty, empty.long()), (empty, empty.long())]
         for tile in self.tiles(batch):
-            for k, (side, u) in enumerate(((tile.same, -tile.u), (tile.diff, tile.u))):
+            for k, side in enumerate((tile.same, tile.diff)):
                 at = side.flatten().nonzero()[:, 0]
-                value, flat = (
-                    torch.cat((best[k][0], u.flatten()[at])),
-                    torch.cat((best[k][1], at + tile.rows[0] * cols)),
-                )
-                top = value.topk(min(numbers[k], len(value)))
+                u = tile.u.flatten()[at]
+                value = torch.cat((best[k][0], u if k else -u))
+                flat = torch.cat((best[k][1], at + tile.rows[0] * cols))
+                top = value.topk(min(numbers[k], len(value)), sorted=False)
                 best[k] = top.values, flat[top.indices]
         (_, positive), (_, negative) = best
         self.a1, self.p, self.a2, self.n = positive // cols, positive % cols, negative // cols, negative % cols

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 Indices = tuple[Tensor, ...]
+#: Multiplications up to which a matrix is made at once: 64 rows of width 256.
+SMALL = 1 << 20
 STRATEGIES = ("easy", "hard", "semihard", "all")
 
 
@@ -191,6 +193,7 @@ class Miner(WithRecords):
     def tiles(self, batch: Batch) -> Iterator[Tile]:
         """Blocks of whole rows: oriented similarities, positives, negatives."""
         m = Matrix(*batch.matrix(), batch.view, batch.normalize)
+        m.slopes = False
         if self.kind != distances.OTHER:
             yield from m.tiles()
             return
@@ -204,12 +207,19 @@ class Miner(WithRecords):
             m.clear_self(same, rows)
             yield Tile(rows, self.raw(self.distance(z[rows], ref)), same, diff, None, None)
 
+    def small(self, batch: Batch) -> bool:
+        """Is the whole matrix smaller than what blocks need around it? Then it is also faster, by fewer operations."""
+        rows, cols = batch.size
+        return self.kind != distances.OTHER and rows * cols * batch.embeddings.shape[1] <= SMALL
+
     def by_matrix(self, batch: Batch) -> Indices:
         """The textbook definition on the whole matrix."""
         return self.dense(next(self.tiles(batch)) if self.kind == distances.OTHER else Dense(batch))
 
     def by_rows(self, batch: Batch) -> Indices:
         """The textbook definition on one block of rows after the other: right where each row decides for itself."""
+        if self.small(batch):
+            return self.by_matrix(batch)
         found = []
         for tile in self.tiles(batch):
             part = self.dense(tile)

@@ -54,6 +54,20 @@ SETTINGS = [(name, arguments) for name, all_arguments in MINERS.items() for argu
 OVER = pytest.mark.parametrize(("name", "arguments"), SETTINGS, ids=[f"{n}-{i}" for i, (n, _) in enumerate(SETTINGS)])
 
 
+@pytest.fixture(autouse=True)
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches here are so small that they would not be cut into blocks of rows."""
+    monkeypatch.setattr("pydml.miners.SMALL", 0)
+
+
+def test_small_batches_are_mined_as_large_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch("trained")
+    miners = [getattr(pydml.miners, name)(**arguments) for name, arguments in SETTINGS]
+    by_blocks = [pairs(miner(*given)) for miner in miners]
+    monkeypatch.setattr("pydml.miners.SMALL", 1 << 20)
+    assert [pairs(miner(*given)) for miner in miners] == by_blocks
+
+
 class Taxicab(theirs.BaseDistance):  # type: ignore[misc]
     """A distance of the user's own."""
 

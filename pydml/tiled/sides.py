@@ -143,6 +143,8 @@ class Matrix:
         #: The column [R] that is the row itself, for rows that are among the columns.
         self.selves = self.columns if cols is None else selves
         self.finite = self.row.finite & self.col.finite
+        #: Are du/dD² wanted? Who only selects leaves them out.
+        self.slopes = True
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -185,8 +187,9 @@ class Matrix:
         d2 = d2.clamp_min_(0)
         if self.view == "squared":
             return -d2, torch.full_like(d2, -1.0), (i, j)
-        d = d2.sqrt()
-        return -d, torch.where(d > 0, -0.5 / d, 0), (i, j)  # at D=0 the gradient of D is 0
+        d = d2.sqrt_()
+        slope = torch.where(d > 0, -0.5 / d, 0) if self.slopes else None  # at D=0 the gradient of D is 0
+        return -d, slope, (i, j)
 
     def are_unit(self, i: Tensor, j: Tensor) -> Tensor:
         """Are both rows of listed pairs of length 1: normalised, neither 0 nor too short for it?"""
