@@ -19,6 +19,7 @@ LOSSES = {
     "n_pairs": pydml.losses.NPairsLoss,
     "nca": pydml.losses.NCALoss,
     "bin_lifted": pydml.losses.BinLiftedLoss,
+    "dro_kl": pydml.losses.LOSSES["dro_kl"],
     "dro_kl_grouped": pydml.losses.LOSSES["dro_kl_grouped"],
 }
 
