@@ -250,14 +250,19 @@ triplet = _differentiable(
     kept=0,
 )
 
-#: The same of listed triplets.
+
+def _fake_listed_triplets(rows: Tensor, cols: Any, a: Tensor, *_: Any) -> Any:
+    return *_fake_triplet(rows), rows.new_empty(a.shape[0], dtype=compute_dtype(rows))
+
+
+#: The same of listed triplets, and by how much each of them is violated [n].
 listed_triplets = _differentiable(
     "listed_triplets",
     "Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, bool smooth, str view, bool normalize",
-    "(Tensor, Tensor)",
-    _fake_triplet,
+    "(Tensor, Tensor, Tensor)",
+    _fake_listed_triplets,
     grads=1,
-    kept=0,
+    kept=3,
 )
 
 #: Columns [R] of the easy/hard/semi-hard positive and negative of every row, -1 where there is none.

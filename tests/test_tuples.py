@@ -97,7 +97,7 @@ def test_listed_triplets_are_made_of_their_pairs(
     for fused in (True, False):
         rows = z.clone().requires_grad_()
         if fused:
-            total, above = ops.listed_triplets(rows, cols, a, p, n, 0.2, smooth, *options)
+            total, above, _ = ops.listed_triplets(rows, cols, a, p, n, 0.2, smooth, *options)
         else:
             violation = ops.dots(rows, cols, a, n, *options) - ops.dots(rows, cols, a, p, *options) + 0.2
             term = torch.nn.functional.softplus(violation) if smooth else torch.relu(violation)

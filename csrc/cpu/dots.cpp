@@ -118,7 +118,8 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
   return out;
 }
 
-// Call f(e, owner) for every entry of a list of rows: those of a row by one thread, in the order of the list.
+// Call f(begin, end, owner) for every run of a list's entries of one row. The runs of a row are one thread's, in the
+// order of the list.
 template <class F>
 void by_rows(const int64_t* row, int64_t n, int64_t rows, const F& f) {
   const bool in_order = std::is_sorted(row, row + n);
@@ -127,8 +128,12 @@ void by_rows(const int64_t* row, int64_t n, int64_t rows, const F& f) {
     const int64_t first = rows * owner / owners, last = rows * (owner + 1) / owners;
     const int64_t *begin = row, *end = row + n;
     if (in_order) begin = std::lower_bound(begin, end, first), end = std::lower_bound(begin, end, last);
-    for (int64_t e = begin - row; e < end - row; ++e)
-      if (row[e] >= first && row[e] < last) f(e, owner);
+    while (begin < end) {
+      const int64_t* next = begin + 1;
+      while (next < end && *next == *begin) ++next;
+      if (*begin >= first && *begin < last) f(begin - row, next - row, owner);
+      begin = next;
+    }
   });
 }
 
@@ -137,7 +142,10 @@ template <class R>
 Tensor all_weights(const List& list, const R* g, int64_t rows, int64_t cols) {
   Tensor out = at::zeros({rows, cols}, list.ti.options().dtype(type_of<R>()));
   R* const w = out.data_ptr<R>();
-  by_rows(list.i, list.n, rows, [&](int64_t e, int64_t) { w[list.i[e] * cols + list.j[e]] += g[e]; });
+  by_rows(list.i, list.n, rows, [&](int64_t begin, int64_t end, int64_t) {
+    R* const row = w + list.i[begin] * cols;
+    for (int64_t e = begin; e < end; ++e) row[list.j[e]] += g[e];
+  });
   return out;
 }
 
@@ -226,58 +234,71 @@ struct Triplets {
   Triplets(const Matrix<R>& m, const Tensor& a, const Tensor& p, const Tensor& n, double margin, bool smooth)
       : ap(a, p, m.n_rows, m.n_cols), an(a, n, m.n_rows, m.n_cols), margin(R(margin)), smooth(smooth) {}
 
-  // Call f(triplet, violation) for all of them; those of an anchor by one thread, in the order of the list.
-  template <class F>
-  void for_each(const Matrix<R>& m, const F& f) const {
-    const bool is_long = ap.is_long(m.n_rows, m.n_cols);
-    const Tensor all = is_long ? all_similarities(m) : Tensor();
-    const R* const u = is_long ? all.const_data_ptr<R>() : nullptr;
-    std::vector<std::vector<R>> x(at::get_num_threads(), std::vector<R>(m.d)), y(x);
-    by_rows(ap.i, ap.n, m.n_rows, [&](int64_t e, int64_t owner) {
-      const int64_t a = ap.i[e], p = ap.j[e], n = an.j[e];
-      const R u_an = u ? u[a * m.n_cols + n] : similarity(m, a, n, x[owner], y[owner]);
-      const R u_ap = u ? u[a * m.n_cols + p] : similarity(m, a, p, x[owner], y[owner]);
-      f(e, u_an - u_ap + margin);
-    });
-  }
+  R loss(R v) const { return smooth ? Softplus(v) : Relu(v); }
+  R slope(R v) const { return smooth ? Sigmoid(v) : v > 0 ? R(1) : R(0); }
 };
 
 template <class R>
-std::tuple<Tensor, Tensor> triplets_forward(const Matrix<R>& m, const Triplets<R>& list) {
-  std::vector<double> sum(m.n_rows, 0.0), above(m.n_rows, 0.0);
-  list.for_each(m, [&](int64_t e, R v) {
-    const R loss = list.smooth ? Softplus(v) : Relu(v);
-    sum[list.ap.i[e]] += double(loss);
-    above[list.ap.i[e]] += loss > 0;
+std::tuple<Tensor, Tensor, Tensor> triplets_forward(const Matrix<R>& m, const Triplets<R>& list) {
+  const auto options = m.row.x.options();
+  Tensor total = at::zeros({m.n_rows}, options), above = at::zeros({m.n_rows}, options);
+  Tensor violation = at::empty({list.ap.n}, options);
+  R *const sums = total.data_ptr<R>(), *const numbers = above.data_ptr<R>(), *const v = violation.data_ptr<R>();
+  const bool is_long = list.ap.is_long(m.n_rows, m.n_cols);
+  const Tensor all = is_long ? all_similarities(m) : Tensor();
+  const R* const u = is_long ? all.const_data_ptr<R>() : nullptr;
+  const int64_t *const p = list.ap.j, *const n = list.an.j;
+  std::vector<std::vector<R>> x(at::get_num_threads(), std::vector<R>(m.d)), y(x);
+  by_rows(list.ap.i, list.ap.n, m.n_rows, [&](int64_t begin, int64_t end, int64_t owner) {
+    const int64_t a = list.ap.i[begin];
+    if (u) {
+      const R* const row = u + a * m.n_cols;
+      for (int64_t e = begin; e < end; ++e) v[e] = row[n[e]] - row[p[e]] + list.margin;
+    } else {
+      for (int64_t e = begin; e < end; ++e)
+        v[e] = similarity(m, a, n[e], x[owner], y[owner]) - similarity(m, a, p[e], x[owner], y[owner]) + list.margin;
+    }
+    double sum = 0;
+    int64_t number = 0;
+    for (int64_t e = begin; e < end; ++e) {
+      const R loss = list.loss(v[e]);
+      sum += double(loss);
+      number += loss > 0;
+    }
+    sums[a] += R(sum);
+    numbers[a] += R(number);
   });
-  Tensor total = at::empty({m.n_rows}, m.row.x.options()), number = at::empty_like(total);
-  std::copy(sum.begin(), sum.end(), total.data_ptr<R>());
-  std::copy(above.begin(), above.end(), number.data_ptr<R>());
   if (!m.finite) total.fill_(std::numeric_limits<double>::quiet_NaN());
-  return {total, number};
+  return {total, above, violation};
 }
 
 template <class R>
-std::tuple<Tensor, Tensor> triplets_backward(Matrix<R>& m, const Triplets<R>& list, const Tensor& grad, bool want_rows,
-                                             bool want_cols) {
-  TORCH_CHECK(grad.numel() == m.n_rows, "grad: got ", grad.numel(), " entries, wanted ", m.n_rows, ", one a row");
+std::tuple<Tensor, Tensor> triplets_backward(Matrix<R>& m, const Triplets<R>& list, const Tensor& grad,
+                                             const Tensor& violation, bool want_rows, bool want_cols) {
+  TORCH_CHECK(grad.numel() == m.n_rows && violation.numel() == list.ap.n, "grad, violation: got ", grad.numel(),
+              " and ", violation.numel(), " entries, wanted ", m.n_rows, " and ", list.ap.n);
   m.start_gradient(want_rows, want_cols);
-  const Tensor cg = grad.contiguous();
-  const R* const g = cg.const_data_ptr<R>();
-  auto weight = [&](int64_t e, R v) { return g[list.ap.i[e]] * (list.smooth ? Sigmoid(v) : v > 0 ? R(1) : R(0)); };
+  const Tensor cg = grad.contiguous(), cv = violation.contiguous();
+  const R *const g = cg.const_data_ptr<R>(), *const v = cv.const_data_ptr<R>();
+  const int64_t *const a = list.ap.i, *const p = list.ap.j, *const n = list.an.j;
   if (list.ap.is_long(m.n_rows, m.n_cols)) {
     const Tensor all = at::zeros({m.n_rows, m.n_cols}, m.row.x.options());
     R* const w = all.data_ptr<R>();
-    list.for_each(m, [&](int64_t e, R v) {
-      R* const row = w + list.ap.i[e] * m.n_cols;
-      const R value = weight(e, v);
-      row[list.an.j[e]] += value;
-      row[list.ap.j[e]] -= value;
+    by_rows(a, list.ap.n, m.n_rows, [&](int64_t begin, int64_t end, int64_t) {
+      R* const row = w + a[begin] * m.n_cols;
+      const R gradient = g[a[begin]];
+      R same = 0;  // of neighbours with the same positive: most lists have them together
+      for (int64_t e = begin; e < end; ++e) {
+        const R weight = gradient * list.slope(v[e]);
+        row[n[e]] += weight;
+        same += weight;
+        if (e + 1 == end || p[e + 1] != p[e]) row[p[e]] -= same, same = 0;
+      }
     });
     add_all(m, all);
   } else {
     std::vector<R> more(list.ap.n), less(list.ap.n);
-    list.for_each(m, [&](int64_t e, R v) { more[e] = weight(e, v), less[e] = -more[e]; });
+    for (int64_t e = 0; e < list.ap.n; ++e) more[e] = g[a[e]] * list.slope(v[e]), less[e] = -more[e];
     const bool cols = m.symmetric ? want_rows : want_cols;
     add_each(m, list.an, more.data(), want_rows, cols);
     add_each(m, list.ap, less.data(), want_rows, cols);
@@ -302,18 +323,20 @@ std::tuple<Tensor, Tensor> dots_backward(const Tensor& grad, const Tensor& rows,
   const Tensor &rows, const OptionalTensor &cols, const Tensor &a, const Tensor &p, const Tensor &n, double margin, \
       bool smooth, Text view, bool normalize
 
-std::tuple<Tensor, Tensor> listed_triplets(PYDML_TRIPLETS) {
+std::tuple<Tensor, Tensor, Tensor> listed_triplets(PYDML_TRIPLETS) {
   return with_type(rows, [&](auto r) {
     const auto m = unsorted<decltype(r)>(rows, cols, view, normalize);
     return triplets_forward(m, Triplets<decltype(r)>(m, a, p, n, margin, smooth));
   });
 }
 
-std::tuple<Tensor, Tensor> listed_triplets_backward(const Tensor& grad, PYDML_TRIPLETS, bool want_rows,
+std::tuple<Tensor, Tensor> listed_triplets_backward(const Tensor& grad, const Tensor&, const Tensor&,
+                                                    const Tensor& violation, PYDML_TRIPLETS, bool want_rows,
                                                     bool want_cols) {
   return with_type(rows, [&](auto r) {
     auto m = unsorted<decltype(r)>(rows, cols, view, normalize);
-    return triplets_backward(m, Triplets<decltype(r)>(m, a, p, n, margin, smooth), grad, want_rows, want_cols);
+    const Triplets<decltype(r)> list(m, a, p, n, margin, smooth);
+    return triplets_backward(m, list, grad, violation, want_rows, want_cols);
   });
 }
 
@@ -326,9 +349,10 @@ TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
       "want_rows, bool want_cols) -> (Tensor, Tensor)");
   m.def(
       "listed_triplets(Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, bool smooth, str view, "
-      "bool normalize) -> (Tensor, Tensor)");
+      "bool normalize) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "listed_triplets_backward(Tensor grad, Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, "
+      "listed_triplets_backward(Tensor grad, Tensor total, Tensor above, Tensor violation, Tensor rows, Tensor? cols, "
+      "Tensor a, Tensor p, Tensor n, float margin, "
       "bool smooth, str view, bool normalize, bool want_rows, bool want_cols) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {

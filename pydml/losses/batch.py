@@ -259,7 +259,7 @@ class Batch:
     def listed_triplets(self, a: Tensor, p: Tensor, n: Tensor, margin: float, smooth: bool) -> tuple[Tensor, Tensor]:
         """The same of the triplets (a, p, n)."""
         options = (float(margin), smooth, self.view, self.normalize, self.backend)
-        total, above = ops.listed_triplets(self.embeddings, self.ref, a, p, n, *options)
+        total, above, _ = ops.listed_triplets(self.embeddings, self.ref, a, p, n, *options)
         return total, above
 
     def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:

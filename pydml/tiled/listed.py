@@ -95,16 +95,19 @@ def triplets_by(dots: Callable[..., Any], dots_backward: Callable[..., Any]) -> 
         smooth: bool,
         view: str,
         normalize: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Of each anchor [R] the sum of its triplets' losses, and how many of them are above 0."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each anchor [R] the sum of its triplets' losses and how many of them are above 0; their violations [n]."""
         u_ap, u_an = (dots(rows, cols, a, j, view, normalize) for j in (p, n))
         violation = u_an - u_ap + margin
         term = softplus(violation) if smooth else torch.relu(violation)
         nothing = term.new_zeros(len(rows))
-        return add_at(nothing, a, term), add_at(nothing, a, (term > 0).to(term.dtype))
+        return add_at(nothing, a, term), add_at(nothing, a, (term > 0).to(term.dtype)), violation
 
     def listed_triplets_backward(
         grad: Tensor,
+        total: Tensor,
+        above: Tensor,
+        violation: Tensor,
         rows: Tensor,
         cols: Tensor | None,
         a: Tensor,
@@ -118,11 +121,9 @@ def triplets_by(dots: Callable[..., Any], dots_backward: Callable[..., Any]) -> 
         want_cols: bool,
     ) -> tuple[Tensor, Tensor]:
         """dL/drows and dL/dcols from dL/dsums."""
-        tail = view, normalize
-        u_ap, u_an = (dots(rows, cols, a, j, *tail) for j in (p, n))
-        violation = u_an - u_ap + margin
+        tail = view, normalize, want_rows, want_cols
         w = grad[a] * (torch.sigmoid(violation) if smooth else (violation > 0).to(grad.dtype))
-        more, less = (dots_backward(g, rows, cols, a, j, *tail, want_rows, want_cols) for g, j in ((w, n), (-w, p)))
+        more, less = (dots_backward(g, rows, cols, a, j, *tail) for g, j in ((w, n), (-w, p)))
         return more[0] + less[0], more[1] + less[1]
 
     return {f.__name__: f for f in (listed_triplets, listed_triplets_backward)}
