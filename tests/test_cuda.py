@@ -313,6 +313,13 @@ def test_listed_zero_rows_have_a_cosine_of_0() -> None:
     assert KERNELS["dots"](z, None, *pairs, "cosine", True).tolist() == [0, 0, 1]
 
 
+def test_listed_short_rows_have_the_cosine_of_what_they_are_clamped_to() -> None:
+    """‖z‖ is clamped at 1e-12: a shorter row is no unit row, and its S with itself is ‖x‖²."""
+    z = torch.tensor([[0.6e-12, 0.0], [0.0, 2.0]])
+    both = torch.tensor([0, 1])
+    assert_close(KERNELS["dots"](z, None, both, both, "cosine", True), [0.36, 1.0], 1e-6)
+
+
 @pytest.mark.parametrize("smooth", (False, True))
 @pytest.mark.parametrize("mode", ("all", "semihard"))
 @pytest.mark.parametrize("matrix", MATRICES)

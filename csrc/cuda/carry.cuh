@@ -107,7 +107,7 @@ struct Gradient<Fp32> {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float w = tile[(ty + 8 * i) * kCarryPitch + j];
-        g[p][i][0] += w * x.x, g[p][i][1] += w * x.y;
+        g[p][i][0] = Fma(w, x.x, g[p][i][0]), g[p][i][1] = Fma(w, x.y, g[p][i][1]);
       }
     }
   }
@@ -166,17 +166,11 @@ struct WeightTile {
       auto row = [&](int k) { return own_pools ? item * pool + k : line; };
       auto col = [&](int k) { return own_pools ? line : item * pool + k; };
       auto value = [&](int k) { return u[row(k) * kCarryPitch + col(k)]; };
-      float top = -INFINITY, sum = 0, mean = 0;
-      for (int k = 0; k < pool; ++k) top = max(top, m.sharpness * value(k));
+      const Pooled all(value, pool, m.sharpness);
+      const float w = i < m.own.n && j < m.other.n ? f(i, j, same_class(m, i, j), all.mean) : 0.f;
       for (int k = 0; k < pool; ++k) {
-        const float p = Exp(m.sharpness * value(k) - top);
-        sum += p, mean += p * value(k);
-      }
-      mean /= sum;
-      const float w = i < m.own.n && j < m.other.n ? f(i, j, same_class(m, i, j), mean) : 0.f;
-      for (int k = 0; k < pool; ++k) {
-        const float v = value(k), p = Exp(m.sharpness * v - top) / sum;
-        put(row(k), col(k), v, w * p * (1 + m.sharpness * (v - mean)));
+        const float v = value(k), p = Exp(m.sharpness * (v - all.top)) / all.sum;
+        put(row(k), col(k), v, w * p * (1 + m.sharpness * (v - all.mean)));
       }
     }
   }
@@ -222,7 +216,7 @@ __global__ void __launch_bounds__(kCarryThreads, 1) carry(const Matrix m, const 
           if (!(near[2 * r + col / 32] >> (col % 32) & 1) || column0 + column >= m.d) return;
           const float x = entry<M>(m, m.own, int64_t(own_tile) * kTile + r, column0 + column);
           const float y = entry<M>(m, m.other, int64_t(t) * kTile + col, column0 + column);
-          g += tile[r * kCarryPitch + col] * (y - x);  // differences first: q is huge where D is tiny
+          g = Fma(tile[r * kCarryPitch + col], y - x, g);  // differences first: q is huge where D is tiny
         });
       }
       __syncthreads();
@@ -259,7 +253,7 @@ __global__ void __launch_bounds__(kCarryThreads, 1) carry(const Matrix m, const 
     if (distance) {
       float all = 0;
       for (int q = 0; q < kParts; ++q) all += pulls[q * kTile + r];
-      g += all * entry<M>(m, m.own, place, column0 + column);
+      g = Fma(all, entry<M>(m, m.own, place, column0 + column), g);
     }
     const int64_t places = int64_t(gridDim.x) * kTile;
     float& to = parts[(int64_t(blockIdx.y) * places + place) * m.d + column0 + column];

@@ -15,7 +15,7 @@ __device__ __forceinline__ void measure(const Matrix& m, int64_t i, int64_t j, f
   dot = d2 = 0;
   for (int k = int(threadIdx.x) % 32; k < m.d; k += 32) {
     const float x = entry<M>(m, m.own, i, k), y = entry<M>(m, m.other, j, k);
-    dot += x * y, d2 += (x - y) * (x - y);
+    dot = Fma(x, y, dot), d2 = Fma(x - y, x - y, d2);
   }
   dot = warp_sum(dot), d2 = warp_sum(d2);
 }
@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kThreads, 4) similarities(const Matrix m, cons
   if (n >= a.n) return;
   float u, d2;
   measure<M>(m, a.i[n], a.j[n], u, d2);
-  if (View(m.view) == View::cosine && d2 < kNear * (d2 + 2 * u)) u = 1 - d2 / 2;  // |x|²+|y|² = D²+2S
+  const bool close = d2 < kNear * (d2 + 2 * u);  // |x|²+|y|² = D²+2S
+  if (View(m.view) == View::cosine && close && are_unit(m, a.i[n], a.j[n])) u = 1 - d2 / 2;
   if (View(m.view) == View::squared) u = -d2;
   if (View(m.view) == View::euclidean) u = -Sqrt(d2);
   if (threadIdx.x % 32 == 0) a.u[n] = *m.trouble == 0 ? u : NAN;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 4) gather(const Matrix m, const Gath
         const int k = k0 + 32 * e;
         if (k >= m.d) continue;
         const float y = entry<M>(m, m.other, j, k);
-        g[e] += a.factor[n] * (distance ? entry<M>(m, m.own, i, k) - y : y);
+        g[e] = Fma(a.factor[n], distance ? entry<M>(m, m.own, i, k) - y : y, g[e]);
       }
     }
 #pragma unroll

@@ -6,7 +6,6 @@
 namespace pydml {
 namespace {
 
-constexpr float kTiny = 1e-12f;  // ‖z‖ is clamped here, as torch.nn.functional.normalize does
 constexpr int kWarps = kThreads / 32;
 
 __device__ __forceinline__ float from_float(float x, float) { return x; }
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 4) prepare(const PrepareArguments a)
   bool finite = true;
   for (int k = lane; k < d; k += 32) {
     const float v = M::to_float(z[k * a.col_stride]);
-    square += v * v;
+    square = Fma(v, v, square);
     finite = finite && v - v == 0;
   }
   if (!finite) atomicOr(a.trouble, 1);
@@ -43,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 4) prepare(const PrepareArguments a)
     }
     x[k] = e;
     const float v = exact ? M::to_float(e) / divisor : M::to_float(e);
-    size += v * v;
+    size = Fma(v, v, size);
   }
   size = warp_sum(size);
   if (lane == 0) {
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 4) finish(const Matrix m, const Fini
     float total = g[k];
     for (int split = 1; split < a.splits; ++split) total += g[int64_t(split) * a.places * m.d + k];
     g[k] = total;
-    radial += total * entry<M>(m, m.own, place, k);
+    radial = Fma(total, entry<M>(m, m.own, place, k), radial);
   }
   radial = warp_sum(radial);
   const float norm = m.own.norm[place];

@@ -28,23 +28,32 @@ __device__ __forceinline__ Walk walk_of(const Matrix& m, bool positives) {
   return {start + int(count * blockIdx.y / gridDim.y), start + int(count * (blockIdx.y + 1) / gridDim.y)};
 }
 
+// Softmax pooling of neighbouring columns, U = Σ_k softmax_k(sharpness·u)·u. Forward and backward have U from here, so
+// that it has the same bits.
+struct Pooled {
+  float top, sum, mean;  // the u of the largest share, Σ e^{sharpness(u-top)}, U
+
+  template <class F>
+  __device__ __forceinline__ Pooled(const F& u, int pool, float sharpness) : top(u(0)), sum(0), mean(0) {
+    for (int k = 1; k < pool; ++k) top = sharpness * u(k) > sharpness * top ? u(k) : top;
+    for (int k = 0; k < pool; ++k) {
+      const float e = Exp(sharpness * (u(k) - top));
+      sum += e, mean = Fma(e, u(k), mean);
+    }
+    mean /= sum;
+  }
+};
+
 // Columns of a row that one thread looks at: items first … last-1 of the tile, the first of which is item `item0`.
 struct Line {
   const float* u;
   int first, last, item0, pool;
   float sharpness;
 
-  // u of an item: a column's, or softmax-pooled over `pool` columns, U = Σ_k softmax_k(sharpness·u)·u.
+  // u of an item: a column's, or softmax-pooled over `pool` columns.
   __device__ __forceinline__ float at(int item) const {
     if (pool == 1) return u[item];
-    const float* const v = u + item * pool;
-    float top = v[0], weight = 0, total = 0;
-    for (int k = 1; k < pool; ++k) top = sharpness * v[k] > sharpness * top ? v[k] : top;
-    for (int k = 0; k < pool; ++k) {
-      const float e = Exp(sharpness * (v[k] - top));
-      weight += e, total += e * v[k];
-    }
-    return total / weight;
+    return Pooled([&](int k) { return u[item * pool + k]; }, pool, sharpness).mean;
   }
 };
 

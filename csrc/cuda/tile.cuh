@@ -16,6 +16,7 @@ constexpr int kArena = kStages * 2 * kSlab;
 // Sweeps give a thread a row of the tile, gradients read it as operands of mma: each pitch spares its reader bank
 // conflicts.
 constexpr int kSweepPitch = kTile + 1, kCarryPitch = kTile + 8;
+constexpr float kTiny = 1e-12f;  // ‖z‖ is clamped here, as torch.nn.functional.normalize does
 // S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves. And what each product may add
 // to it: tensor cores cut the digits of long sums off instead of rounding them.
 constexpr float kNear = 1e-5f, kNearStep = 1e-8f;
@@ -110,13 +111,18 @@ __device__ __forceinline__ float entry(const Matrix& m, const Rows& rows, int64_
   return M::to_float(x[place * m.slabs * M::columns + column]) * rows.scale[place];
 }
 
+// Are both rows of length 1, neither 0 nor too short to be normalised?
+__device__ __forceinline__ bool are_unit(const Matrix& m, int64_t i, int64_t j) {
+  return m.own.norm[i] > kTiny && m.other.norm[j] > kTiny;
+}
+
 // ‖x̂_i-x̂_j‖² from the rows themselves.
 template <class M>
 __device__ __forceinline__ float exact_square(const Matrix& m, int64_t i, int64_t j) {
   float total = 0;
   for (int k = 0; k < m.d; ++k) {
     const float away = entry<M>(m, m.own, i, k) - entry<M>(m, m.other, j, k);
-    total += away * away;
+    total = Fma(away, away, total);
   }
   return total;
 }
@@ -176,10 +182,10 @@ struct Products<Fp32, threads> {
         const float4 x = *reinterpret_cast<const float4*>(own + swizzle(ty + threads / 16 * i, piece));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          s[i][j] += x.x * y[j].x;
-          s[i][j] += x.y * y[j].y;
-          s[i][j] += x.z * y[j].z;
-          s[i][j] += x.w * y[j].w;
+          s[i][j] = Fma(x.x, y[j].x, s[i][j]);
+          s[i][j] = Fma(x.y, y[j].y, s[i][j]);
+          s[i][j] = Fma(x.z, y[j].z, s[i][j]);
+          s[i][j] = Fma(x.w, y[j].w, s[i][j]);
         }
       }
     }
@@ -209,7 +215,7 @@ __device__ __forceinline__ void orient(const Matrix& m, int own_tile, int other_
                        m.other.index[j] >= 0;
     if (close) d2 = exact_square<M>(m, i, j);
     if (View(m.view) == View::cosine) {
-      if (close) u = 1 - d2 / 2;
+      if (close && are_unit(m, i, j)) u = 1 - d2 / 2;
       continue;
     }
     d2 = Relu(d2);
@@ -243,7 +249,8 @@ __device__ __forceinline__ void make_tile(const Matrix& m, int own_tile, int oth
   __syncthreads();
   float* const tile = reinterpret_cast<float*>(arena);
   const float *own = m.own.scale + int64_t(own_tile) * kTile, *other = m.other.scale + int64_t(other_tile) * kTile;
-  products.each([&](int row, int col, float s) { tile[row * pitch + col] = s * own[row] * other[col]; });
+  // own·other first: a pair has the same bits from both of its sides
+  products.each([&](int row, int col, float s) { tile[row * pitch + col] = s * (own[row] * other[col]); });
   if (near)
     for (int e = int(threadIdx.x); e < 2 * kTile; e += threads) near[e] = 0;
   __syncthreads();
