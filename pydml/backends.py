@@ -128,6 +128,13 @@ def resolve(requested: str, device: torch.device) -> str:
     return "tiled"
 
 
+def lacks(backend: str, policy: str, *, mined: bool = False, pool_size: int = 1, view: str = "dot") -> str | None:
+    """Why the pairs of a policy are beyond a backend's own kernels, or ``None``: they are written policy by policy."""
+    _load(backend)
+    limits = _tables.get(backend, {}).get("lacks")
+    return None if limits is None else limits(policy, mined, pool_size, view)
+
+
 def set_deterministic(flag: bool) -> None:
     """Must results have the same bits in every run? They do by default; ``False`` lets Triton's backward pass add in
     any order, which halves its recomputation. For the whole process: a backward pass runs in threads of its own.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import pydml._C  # noqa: F401  (registers torch.ops.pydml_cpu)
+import pydml._C
 from pydml import tiled
 from pydml.backends import Kernel
 from pydml.policy import POLICIES
@@ -36,6 +36,8 @@ ENGINES = (
 #: Engines that hold the positives of all rows at once do so up to this class size; beyond it the tiled ones, which hold
 #: those of one block of rows, take over, so that memory stays linear in the batch.
 MOST_POSITIVES = 64
+#: Columns that one pooled column may stand for; as in csrc/cpu/matrix.h.
+MOST_POOLED = 4096
 
 
 def block_size(n: int) -> int:
@@ -63,6 +65,20 @@ def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> in
     n_cols = n_rows if cols is None else cols.shape[0] // pool_size
     entry = 16 if rows.dtype == torch.float64 else 8
     return 16 * tile_count(rows, cols, pool_size) + 32 * (n_rows + n_cols) * entry
+
+
+def lacks(policy: str, mined: bool, pool_size: int, view: str) -> str | None:
+    """What the C++ kernels do not do, by the argument that asks for it; csrc/cpu refuses the same."""
+    if policy not in COMPILED:
+        return f"policy: the C++ kernels know {', '.join(COMPILED)}, not {policy!r}"
+    if mined and not POLICIES[policy].mines:
+        mining = ", ".join(name for name in COMPILED if POLICIES[name].mines)
+        return f"epsilon: the C++ kernels mine with {mining}, not with {policy!r}"
+    if pool_size > MOST_POOLED:
+        return f"pool_size: the C++ kernels pool up to {MOST_POOLED} columns, not {pool_size}"
+    if pool_size > 1 and (view != "dot" or mined or POLICIES[policy].sparse):
+        return f"pool_size: the C++ kernels pool dots without mining or hinges, not {view!r} with {policy!r}"
+    return None
 
 
 def most_positives(row_labels: Tensor, col_labels: Tensor | None) -> int:
@@ -104,7 +120,11 @@ missing = [name for name in ENGINES if not hasattr(torch.ops.pydml_cpu, name)]
 if missing:
     raise ImportError(f"pydml._C was built from other sources: it has no {', '.join(missing)}; build it again")
 
+#: Policies that the kernels were compiled for.
+COMPILED = tuple(pydml._C.losses())
+
 KERNELS: dict[str, Kernel] = {
+    "lacks": lacks,
     **{name: getattr(torch.ops.pydml_cpu, name).default for name in ENGINES},
     "pair_saved": pair_saved,
     "histogram_saved": tile_count,

@@ -1,6 +1,7 @@
 """The torch ops: one schema, one fake and one autograd formula for each engine, whatever the backend.
 
-An op looks up its kernel by the ``backend`` argument (:mod:`pydml.backends`). Engines leave row statistics behind, not
+What an op takes is declared in :mod:`pydml.opchecks`; its kernel is looked up by the ``backend`` argument
+(:mod:`pydml.backends`). Engines leave row statistics behind, not
 losses: what a loss makes of them is a little PyTorch on [B] vectors in ``pydml/losses``, differentiated by autograd.
 The backward ops take the output gradients, what the forward left behind, and the forward's own arguments.
 """
@@ -17,11 +18,11 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from pydml.backends import interpreted, kernel
 from pydml.checks import transformed
+from pydml.opchecks import OPS, Op
 from pydml.policy import POLICIES
 
 #: Ops whose output sizes are data: a compiler cannot look into them.
 _OPAQUE = ("mined",)
-_MATRIX = "Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels"
 
 
 def compute_dtype(z: Tensor) -> torch.dtype:
@@ -36,14 +37,16 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Define ``pydml::name``; the op's last argument is the backend, the kernel gets all the others."""
-    torch.library.define(f"pydml::{name}", f"({arguments}, str backend) -> {returns}")
+def _define(declared: Op, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Define the op as declared; its last argument is the backend, the kernel gets all the others."""
+    name = declared.name
+    torch.library.define(f"pydml::{name}", declared.schema)
 
     run = _direct(name)
 
     def contiguous(*arguments: Any) -> Any:
         """Compilers may lay out arguments as they like, so the layout of what comes back must not hang on them."""
+        declared.check(arguments)
         output = run(*arguments)
         return tuple(t.contiguous() for t in output) if isinstance(output, tuple) else output.contiguous()
 
@@ -54,8 +57,12 @@ def _define(name: str, arguments: str, returns: str, fake: Callable[..., Any]) -
         with mode:
             return run(*arguments)
 
+    def checked_fake(*arguments: Any) -> Any:
+        declared.check_options(arguments)
+        return fake(*arguments)
+
     torch.library.impl(f"pydml::{name}", "default", contiguous)
-    torch.library.register_fake(f"pydml::{name}", fake)
+    torch.library.register_fake(f"pydml::{name}", checked_fake)
     torch.library.register_torch_dispatch(f"pydml::{name}", FunctionalTensorMode, see_through)
     op: Callable[..., Any] = getattr(torch.ops.pydml, name).default
     return op
@@ -81,16 +88,14 @@ def _no_forward_mode(ctx: Any, *tangents: Any) -> Any:
     raise RuntimeError("pydml: forward-mode derivatives are not supported by the fused ops; use backend='dense'")
 
 
-def _differentiable(
-    name: str, arguments: str, returns: str, fake: Callable[..., Any], grads: int, kept: int
-) -> Callable[..., Any]:
-    """Define ``name`` and ``name_backward``: gradients of the first ``grads`` outputs flow to rows and columns.
+def _differentiable(declared: Op, fake: Callable[..., Any], grads: int, kept: int) -> Callable[..., Any]:
+    """Define an op and its backward: gradients of the first ``grads`` outputs flow to rows and columns.
 
     The backward op gets those gradients, the first ``kept`` outputs, the forward's arguments, and which of the two
     gradients are wanted; it returns both, empty where not wanted.
     """
-    op = _define(name, arguments, returns, fake)
-    tensors = ", ".join(f"Tensor grad{i}" for i in range(grads)) + "".join(f", Tensor kept{i}" for i in range(kept))
+    name = declared.name
+    op = _define(declared, fake)
 
     def fake_backward(*args: Any) -> tuple[Tensor, Tensor]:
         rows, cols = args[grads + kept : grads + kept + 2]
@@ -100,12 +105,7 @@ def _differentiable(
             torch.empty_like(cols, memory_format=torch.contiguous_format) if want_cols else rows.new_empty(0),
         )
 
-    back = _define(
-        f"{name}_backward",
-        f"{tensors}, {arguments}, bool want_rows, bool want_cols",
-        "(Tensor, Tensor)",
-        fake_backward,
-    )
+    back = _define(declared.backward(grads, kept), fake_backward)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
@@ -187,21 +187,11 @@ def _fake_pair(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, *rest:
 
 
 #: Row statistics [R, K] of a policy, mining thresholds [R, 2], and bytes that the backend keeps for its backward.
-pair = _differentiable(
-    "pair",
-    f"{_MATRIX}, Tensor? row_field, Tensor? col_field, str policy, float[] params, str view, bool normalize, "
-    "float? epsilon, int pool_size, float sharpness",
-    "(Tensor, Tensor, Tensor)",
-    _fake_pair,
-    grads=1,
-    kept=3,
-)
+pair = _differentiable(OPS["pair"], _fake_pair, grads=1, kept=3)
 
 #: Oriented similarities [n] of listed pairs.
 dots = _differentiable(
-    "dots",
-    "Tensor rows, Tensor? cols, Tensor i, Tensor j, str view, bool normalize",
-    "Tensor",
+    OPS["dots"],
     lambda rows, cols, i, *_: rows.new_empty(i.shape[0], dtype=compute_dtype(rows)),
     grads=1,
     kept=0,
@@ -209,9 +199,7 @@ dots = _differentiable(
 
 #: Row statistics [rows, K] of a policy over listed pairs, from their u and their anchors.
 listed = _differentiable(
-    "listed",
-    "Tensor pos, Tensor neg, Tensor a1, Tensor a2, Tensor? row_field, str policy, float[] params, int rows",
-    "Tensor",
+    OPS["listed"],
     lambda pos, neg, a1, a2, row_field, policy, params, rows, _: pos.new_empty((rows, len(POLICIES[policy].slots))),
     grads=1,
     kept=1,
@@ -225,14 +213,7 @@ def _fake_histogram(rows: Tensor, cols: Any, row_labels: Any, col_labels: Any, n
 
 
 #: Soft counts [R, nodes] of u for positives and for negatives, and the range of u in tiles that the backend keeps.
-histogram = _differentiable(
-    "histogram",
-    f"{_MATRIX}, int nodes, float low, float high, str view, bool normalize",
-    "(Tensor, Tensor, Tensor)",
-    _fake_histogram,
-    grads=2,
-    kept=3,
-)
+histogram = _differentiable(OPS["histogram"], _fake_histogram, grads=2, kept=3)
 
 
 def _fake_triplet(rows: Tensor, *_: Any) -> Any:
@@ -241,14 +222,7 @@ def _fake_triplet(rows: Tensor, *_: Any) -> Any:
 
 
 #: Per anchor [R]: the sum of its triplets' losses, and how many of them are above 0.
-triplet = _differentiable(
-    "triplet",
-    f"{_MATRIX}, str mode, float margin, bool swap, bool smooth, str view, bool normalize",
-    "(Tensor, Tensor)",
-    _fake_triplet,
-    grads=1,
-    kept=0,
-)
+triplet = _differentiable(OPS["triplet"], _fake_triplet, grads=1, kept=0)
 
 
 def _fake_listed_triplets(rows: Tensor, cols: Any, a: Tensor, *_: Any) -> Any:
@@ -256,28 +230,17 @@ def _fake_listed_triplets(rows: Tensor, cols: Any, a: Tensor, *_: Any) -> Any:
 
 
 #: The same of listed triplets, and by how much each of them is violated [n].
-listed_triplets = _differentiable(
-    "listed_triplets",
-    "Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, bool smooth, str view, bool normalize",
-    "(Tensor, Tensor, Tensor)",
-    _fake_listed_triplets,
-    grads=1,
-    kept=3,
-)
+listed_triplets = _differentiable(OPS["listed_triplets"], _fake_listed_triplets, grads=1, kept=3)
 
 #: Columns [R] of the easy/hard/semi-hard positive and negative of every row, -1 where there is none.
 extremes = _define(
-    "extremes",
-    f"{_MATRIX}, str positive, str negative, str view, bool normalize",
-    "(Tensor, Tensor)",
+    OPS["extremes"],
     lambda rows, cols, row_labels, *_: (torch.empty_like(row_labels), torch.empty_like(row_labels)),
 )
 
 #: The k pairs (i, j) of largest loss, -1 beyond the last.
 topk = _define(
-    "topk",
-    f"{_MATRIX}, str policy, float[] params, int k, str side, str view, bool normalize",
-    "(Tensor, Tensor)",
+    OPS["topk"],
     lambda rows, cols, row_labels, col_labels, policy, params, k, *_: (
         row_labels.new_empty(k),
         row_labels.new_empty(k),
@@ -292,18 +255,11 @@ def _fake_mined(rows: Tensor, cols: Any, row_labels: Tensor, *_: Any) -> Any:
 
 
 #: Multi-Similarity's mined pairs (a1, p, a2, n), or all pairs.
-mined = _define(
-    "mined",
-    f"{_MATRIX}, float? epsilon, str view, bool normalize",
-    "(Tensor, Tensor, Tensor, Tensor)",
-    _fake_mined,
-)
+mined = _define(OPS["mined"], _fake_mined)
 
 #: One distance-weighted negative for each anchor, -1 where there is none.
 sample = _define(
-    "sample",
-    f"{_MATRIX}, Tensor anchors, Tensor seed, float cutoff, float nonzero_loss_cutoff",
-    "Tensor",
+    OPS["sample"],
     lambda rows, cols, row_labels, col_labels, anchors, *_: torch.empty_like(anchors),
 )
 
@@ -315,4 +271,4 @@ def _fake_rank(rows: Tensor, cols: Any, row_labels: Tensor, *_: Any) -> Any:
 
 
 #: Per query: positives [R], negatives above the best, hits and average precision among the first R [R, 2].
-rank = _define("rank", f"{_MATRIX}, bool normalize", "(Tensor, Tensor, Tensor, Tensor)", _fake_rank)
+rank = _define(OPS["rank"], _fake_rank)

@@ -49,6 +49,8 @@ class Policy:
     slots: ClassVar[tuple[Slot, ...]]
     #: Can a pair's weight be exactly 0? Kernels then list the others.
     sparse: ClassVar[bool] = False
+    #: Do losses use it with Multi-Similarity mining? The C++ kernels are compiled for that only where they do.
+    mines: ClassVar[bool] = False
 
     def term(self, k: int, u: Tensor, row: Tensor, col: Tensor) -> Tensor:
         """What a pair adds to slot ``k``; ``row`` [r, 1] and ``col`` [1, c] are fields that a loss may give."""
@@ -67,6 +69,7 @@ class Exponential(Policy):
     """
 
     slots = LSE_BOTH
+    mines = True
     a_pos: float
     c_pos: float
     a_neg: float
@@ -87,6 +90,7 @@ class Binomial(Policy):
     """
 
     slots = (Sum("positives"), Sum("positives", constant=True), Sum("negatives"), Sum("negatives", constant=True))
+    mines = True
     alpha: float
     beta: float
     base: float
@@ -151,6 +155,7 @@ class Mean(Policy):
     """Sums of u and the number of pairs on both sides: Multi-Similarity mining with equal weights."""
 
     slots = (Sum("positives"), Sum("positives", constant=True), Sum("negatives"), Sum("negatives", constant=True))
+    mines = True
 
     def term(self, k: int, u: Tensor, row: Tensor, col: Tensor) -> Tensor:
         return u if k in (0, 2) else torch.ones_like(u)
@@ -264,3 +269,10 @@ POLICIES: dict[str, type[Policy]] = {
     "dro_margin": DROMargin,
     "dro_binomial": DROBinomial,
 }
+#: Those that the kernels of GPUs were written for, in their order. Others that are added run on plain PyTorch.
+BUILT_IN = tuple(POLICIES)
+
+
+def gpu_lacks(policy: str, mined: bool, pool_size: int, view: str) -> str | None:
+    """What those kernels do not do, by the argument that asks for it."""
+    return None if policy in BUILT_IN else f"policy: the kernels know {', '.join(BUILT_IN)}, not {policy!r}"

@@ -13,7 +13,7 @@ import torch
 
 from pydml import tiled
 from pydml.backends import Kernel
-from pydml.policy import POLICIES, LogSumExp
+from pydml.policy import POLICIES, LogSumExp, gpu_lacks
 from pydml.tiled.listed import triplets_by
 from pydml.triton_kernels.dots import dots, dots_backward
 from pydml.triton_kernels.histogram import histogram, histogram_backward, histogram_saved
@@ -67,5 +67,9 @@ def _kernel(name: str, run: Kernel, place: int) -> Kernel:
     return choose
 
 
-KERNELS: dict[str, Kernel] = {**tiled.KERNELS, **{name: _kernel(name, *engine) for name, engine in ENGINES.items()}}
+KERNELS: dict[str, Kernel] = {
+    **tiled.KERNELS,
+    "lacks": gpu_lacks,
+    **{name: _kernel(name, *engine) for name, engine in ENGINES.items()},
+}
 KERNELS |= triplets_by(KERNELS["dots"], KERNELS["dots_backward"])

@@ -44,7 +44,7 @@ struct List {
       for (int64_t e = begin; e < end; ++e) wrong |= uint64_t(index[e]) >= uint64_t(below);
       if (wrong) ok = false;
     });
-    TORCH_CHECK_INDEX(ok, name, ": got entries outside [0, ", below, ")");
+    TORCH_CHECK_INDEX(ok, name, ": got entries outside [0, ", below, "), wanted places in the matrix");
   }
 };
 
@@ -216,7 +216,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& rows, cons
   m.start_gradient(want_rows, want_cols);
   const List list(i, j, m.n_rows, m.n_cols);
   const Tensor g = grad.contiguous();
-  TORCH_CHECK(g.numel() == list.n, "grad: got ", g.numel(), " entries, wanted ", list.n, ", one for each pair");
+  check_shape("grad", g, i.sizes());
   if (list.is_long(m.n_rows, m.n_cols))
     add_all(m, all_weights(list, g.const_data_ptr<R>(), m.n_rows, m.n_cols));
   else

@@ -51,7 +51,10 @@ struct Positives {
     for (int64_t i = 0; i < n; ++i) {
       row.clear();
       for (int p = 0; p < count[i]; ++p) row.emplace_back(u[p * n + i], place[p * n + i]);
-      std::sort(row.begin(), row.end());
+      std::sort(row.begin(), row.end(), [](const auto& a, const auto& b) {  // NaN last: an order that holds for all
+        const bool a_last = a.first != a.first, b_last = b.first != b.first;
+        return a_last != b_last ? b_last : a.first != b.first && !a_last ? a.first < b.first : a.second < b.second;
+      });
       for (int p = 0; p < count[i]; ++p) u[p * n + i] = row[p].first, place[p * n + i] = row[p].second;
     }
   }

@@ -35,10 +35,19 @@ Histogram<R> describe(const Matrix<R>& m, int ni, int nj, int64_t nodes, double 
   return h;
 }
 
+constexpr int64_t kMostNodes = 1 << 20;
+
+void check_nodes(int64_t nodes, double low, double high) {
+  TORCH_CHECK(nodes >= 2 && nodes <= kMostNodes, "nodes: got ", nodes, ", wanted 2 to ", kMostNodes);
+  TORCH_CHECK(std::isfinite(low) && std::isfinite(high) && low < high, "high: got ", high, " beside low=", low,
+              ", wanted finite numbers, high the larger one");
+}
+
 template <class R>
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                            const OptionalTensor& col_labels, int64_t nodes, double low, double high,
                                            Text view, bool normalize, const OptionalTensor& selves) {
+  check_nodes(nodes, low, high);
   const Matrix<R> m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize);
   auto work = m.workspaces();
   const Tensor ranges = at::zeros({m.n_tiles(), 2}, rows.options().dtype(type_of<R>()));
@@ -74,7 +83,12 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& 
                                     const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                     const OptionalTensor& col_labels, int64_t nodes, double low, double high, Text view,
                                     bool normalize, bool want_rows, bool want_cols, const OptionalTensor& selves) {
+  check_nodes(nodes, low, high);
   Matrix<R> m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize);
+  check_shape("grad_positives", grad_positives, {m.n_rows, nodes});
+  check_shape("grad_negatives", grad_negatives, {m.n_rows, nodes});
+  check_shape("ranges", ranges, {m.n_tiles(), 2});
+  check_kept("ranges", ranges, type_of<R>(), sizeof(R));
   m.start_gradient(want_rows, want_cols);
   auto work = m.workspaces();
   std::vector<R> slopes[2];
@@ -100,7 +114,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_positives, const Tensor& 
   const R* range = ranges.template const_data_ptr<R>();
   auto node_of = [&](R u) {
     const R at = (u - R(low)) * R(double(nodes - 1) / (high - low));
-    return int64_t(std::clamp<R>(at, 0, R(nodes - 2)));
+    return at > 0 ? int64_t(std::min(at, R(nodes - 2))) : int64_t(0);  // NaN has no node, and the first will do
   };
   auto flat = [&](int64_t i0, int ni, int64_t j0, int nj, int64_t number) {
     const int64_t first = node_of(range[2 * number]), last = node_of(range[2 * number + 1]) + 1;

@@ -22,7 +22,7 @@ struct Listing {
         ta(anchors.contiguous()),
         n(tu.numel()),
         u(tu.const_data_ptr<R>()),
-        start(rows + 1, 0) {
+        start(checked(rows) + 1, 0) {
     TORCH_CHECK(ta.numel() == n, "anchors: got ", ta.numel(), ", wanted ", n, ", one for each similarity");
     const int64_t* a = ta.const_data_ptr<int64_t>();
     bool sorted = true;
@@ -40,6 +40,12 @@ struct Listing {
   }
 
   int64_t place(int64_t e) const { return order.empty() ? e : order[e]; }
+
+ private:
+  static int64_t checked(int64_t rows) {
+    TORCH_CHECK(rows >= 0, "rows: got ", rows, ", wanted an int >= 0");
+    return rows;
+  }
 };
 
 // What a thread needs for the longest row.
@@ -68,6 +74,7 @@ struct Engine {
         params(numbers.begin(), numbers.end()),
         rows(n_rows),
         sides{{pos, a1, n_rows}, {neg, a2, n_rows}} {
+    check_params(policy, numbers.size());
     params.resize(8);
     if (!field) return;
     const Tensor given = field->to(type_of<R>()).contiguous();

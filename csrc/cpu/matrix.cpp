@@ -90,6 +90,15 @@ std::vector<Slot> slots_of(int policy) {
   return all[policy];
 }
 
+void check_params(int policy, size_t given) {
+  const size_t wanted[] = {
+#define PYDML_COUNT(name, Policy) sizeof(Policy<float>) / sizeof(float),
+      PYDML_POLICIES(PYDML_COUNT)
+#undef PYDML_COUNT
+  };
+  TORCH_CHECK(given == wanted[policy], "params: got ", given, " numbers, wanted ", wanted[policy]);
+}
+
 View view_of(c10::string_view name) {
   if (name == "dot") return View::dot;
   if (name == "cosine") return View::cosine;
@@ -190,6 +199,10 @@ void for_rows(int64_t n, int64_t work, const F& f) {
 template <class R>
 Vectors<R>::Vectors(const at::Tensor& given, const at::Tensor& labels, bool unit, Keep keep, int64_t group)
     : z(given), normalize(unit) {
+  TORCH_CHECK(given.dim() == 2 && given.size(1) > 0, "embeddings: got shape ", given.sizes(), ", wanted [n, d], d > 0");
+  TORCH_CHECK(at::isFloatingType(given.scalar_type()), "embeddings: got dtype ", given.scalar_type(),
+              ", wanted floating-point numbers");
+  TORCH_CHECK(labels.dim() == 1, "labels: got shape ", labels.sizes(), ", wanted 1 dimension");
   const at::Tensor data = given.to(compute_type(given));
   const int64_t n = data.size(0), d = data.size(1), groups = labels.size(0);
   TORCH_CHECK(groups * group == n, "labels: got ", groups, " for ", n, " rows");
@@ -382,6 +395,21 @@ at::Tensor Vectors<R>::gradient() {
   return out.scalar_type() == grad.scalar_type() && out.strides() == grad.strides() ? grad : out.copy_(grad);
 }
 
+// Does what the columns are said to be fit together? Before anything is made of them.
+static int64_t check_columns(const at::Tensor& rows, const std::optional<at::Tensor>& cols,
+                             const std::optional<at::Tensor>& labels, View view, int64_t pooled) {
+  TORCH_CHECK(rows.dim() == 2, "rows: got shape ", rows.sizes(), ", wanted [n, d]");
+  TORCH_CHECK(pooled >= 1 && pooled <= kMostPooled, "pool: got ", pooled, ", wanted 1 to ", kMostPooled);
+  TORCH_CHECK(pooled == 1 || (cols && view == View::dot), "pool: got ", pooled, ", wanted 1 but for dots with columns");
+  if (!cols) return pooled;
+  TORCH_CHECK(cols->dim() == 2 && cols->size(1) == rows.size(1), "cols: got shape ", cols->sizes(), ", wanted [n, ",
+              rows.size(1), "]");
+  TORCH_CHECK(compute_type(*cols) == compute_type(rows), "cols: got dtype ", cols->scalar_type(), " beside rows of ",
+              rows.scalar_type(), ", wanted both in fp64 or neither");
+  TORCH_CHECK(labels, "col_labels: got none, wanted one for each column");
+  return pooled;
+}
+
 template <class R>
 Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols, const at::Tensor& row_labels,
                   const std::optional<at::Tensor>& col_labels, const std::optional<at::Tensor>& selves, View v,
@@ -390,7 +418,7 @@ Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols,
       view(v),
       ties(t),
       symmetric(!cols.has_value()),
-      pool(pooled),
+      pool(check_columns(rows, cols, col_labels, v, pooled)),
       sharpness(sharp),
       row(rows, row_labels, normalize, Keep::never, 1),
       centre(v == View::euclidean || v == View::squared ? row.centre() : std::vector<R>()),
@@ -429,9 +457,9 @@ Matrix<R>::Matrix(const at::Tensor& rows, const std::optional<at::Tensor>& cols,
     for (; i < end; ++i) same0[i] = j, same1[i] = last;
   }
   if (!selves) return;
-  const at::Tensor given = selves->contiguous();
-  TORCH_CHECK(!symmetric && given.size(0) == n_rows, "selves: got ", given.size(0), ", wanted one for each of ", n_rows,
-              " rows, and columns");
+  TORCH_CHECK(!symmetric, "selves: got them without columns, wanted both");
+  const at::Tensor given = check_places("selves", *selves, -1, n_cols);
+  check_shape("selves", given, {n_rows});
   self.resize(n_rows);
   for (int64_t i = 0; i < n_rows; ++i) {  // it has the label of its row: look among those, which are in rising order
     const int64_t column = given.template const_data_ptr<int64_t>()[row.place(i)];

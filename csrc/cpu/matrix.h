@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/checks.h"
 #include "cpu/interrupt.h"
 #include "cpu/tile.h"
 #include "policy.h"
@@ -21,11 +22,16 @@ const char* isa_name();
 
 int policy_id(c10::string_view name);
 std::vector<Slot> slots_of(int policy);
+// Has the policy this many numbers?
+void check_params(int policy, size_t given);
 View view_of(c10::string_view name);
 
 // S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves.
 template <class R>
 constexpr R kNear = sizeof(R) == 4 ? R(1e-5) : R(1e-13);
+
+// Columns that are pooled into one: a thread holds their weights on its stack. Also in pydml/native.py.
+constexpr int64_t kMostPooled = 4096;
 
 using Block = std::pair<int, int>;  // a row block and a column block
 

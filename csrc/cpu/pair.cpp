@@ -64,7 +64,15 @@ struct PairEngine {
         params(numbers.begin(), numbers.end()),
         mined(mines),
         work(m.workspaces()) {
+    check_params(policy, numbers.size());
     params.resize(8);
+    for (const Slot& s : slots)
+      TORCH_CHECK(kernel(s.side).forward, "epsilon: got one, but the C++ kernels do not mine with the policy '", name,
+                  "'");
+    TORCH_CHECK(pool == 1 || !(mines || sparse_of(policy)), "pool: got ", pool,
+                ", wanted 1 where pairs are mined or weights can be 0");
+    if (rf) check_shape("row_field", *rf, {m.n_rows});
+    if (cf) check_shape("col_field", *cf, {m.n_cols});
     if (rf || cf) {  // one missing field is a field of zeros
       row_field = rf ? sorted(*rf, m.row, 1) : std::vector<R>(m.n_rows);
       col_field = cf ? sorted(*cf, m.col, pool) : std::vector<R>(m.n_cols);
@@ -220,6 +228,8 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
   Matrix<R>& m = e.m;
   const int K = int(e.slots.size());
   constexpr R inf = std::numeric_limits<R>::infinity();
+  check_shape("grad", grad, {m.n_rows, K});
+  check_shape("stats", stats, {m.n_rows, K});
   std::vector<std::vector<R>> g(K), s(K);
   for (int k = 0; k < K; ++k) {
     g[k] = e.column(grad, k), s[k] = e.column(stats, k);
@@ -248,7 +258,15 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
   };
 
   const bool listing = saved.numel() > 0;
+  check_kept("saved", saved, at::kByte, alignof(int64_t));
+  if (listing)
+    check_shape("saved", saved, {saved_bytes(m.n_tiles(), m.n_rows, m.n_cols, m.symmetric, sizeof(Live<R>))});
   LiveList<R> list(saved, listing ? m.n_tiles() : 0);
+  for (int64_t number = 0; listing && number < m.n_tiles(); ++number) {
+    const int64_t first = list.directory[2 * number], count = list.directory[2 * number + 1];
+    TORCH_CHECK(count <= 0 || (first >= 0 && count <= list.capacity && first <= list.capacity - count), "saved: tile ",
+                number, " has pairs that are not there, wanted what the forward pass returned");
+  }
   std::vector<std::vector<Live<R>>> weights(e.work.size());
   if (e.has(Side::negatives) && m.n_cols)
     m.for_tiles(
@@ -258,6 +276,9 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
           if (n_live < 0) return run(i0, ni, j0, nj, Side::negatives, w);
           if (n_live == 0) return;
           const Live<R>* live = list.pairs + list.directory[2 * number];
+          for (int64_t p = 0; p < n_live; ++p)
+            TORCH_CHECK(live[p].i < ni && live[p].j < nj, "saved: tile ", number,
+                        " has a pair outside of it, wanted what the forward pass returned");
           std::vector<Live<R>>& mine = weights[worker];
           mine.assign(live, live + n_live);
           e.kernel(Side::negatives)

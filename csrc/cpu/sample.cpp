@@ -23,7 +23,8 @@ Tensor run(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_lab
            const Tensor& anchors, const Tensor& seed, double cutoff, double nonzero_loss_cutoff) {
   const Matrix<R> m(rows, cols, row_labels, col_labels, {}, View::euclidean, true);
   auto work = m.workspaces();
-  const Tensor given = anchors.contiguous();
+  const Tensor given = check_places("anchors", anchors, 0, m.n_rows);
+  TORCH_CHECK(seed.numel() == 1, "seed: got shape ", seed.sizes(), ", wanted one number");
   const int64_t* anchor = given.const_data_ptr<int64_t>();
   const int64_t draws = anchors.size(0), dim = m.d;
   const uint64_t key = uint64_t(seed.item<int64_t>());

@@ -122,11 +122,17 @@ std::tuple<Tensor, Tensor> run_topk(const Tensor& rows, const OptionalTensor& co
                                     int64_t k, Text side, Text view, bool normalize, const OptionalTensor& selves) {
   const Matrix<R> m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::exact);
   auto work = m.workspaces();
+  TORCH_CHECK(k >= 1, "k: got ", k, ", wanted an int >= 1");
+  TORCH_CHECK(side == "all" || side == "positives" || side == "negatives", "side: got '", side,
+              "', wanted all, positives or negatives");
+  check_params(policy_id(policy), numbers.size());
   std::vector<R> params(numbers.begin(), numbers.end());
   params.resize(8);
   std::vector<Best<R>> best(work.size());
   for (auto& b : best) b.k = size_t(k);
   const auto& table = m.k.pair[policy_id(policy)];
+  TORCH_CHECK(table[0][0].terms && table[1][0].terms, "policy: got '", policy,
+              "', wanted one with losses on both sides");
   std::vector<int64_t> name(m.n_cols);
   for (int64_t j = 0; j < m.n_cols; ++j) name[j] = m.col.place(j);
   auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, bool negative, Workspace<R>& w, Best<R>& b) {

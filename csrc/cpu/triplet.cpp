@@ -128,6 +128,7 @@ std::tuple<Tensor, Tensor> backward(TripletEngine<R>& e, const Tensor& grad, boo
   Matrix<R>& m = e.m;
   const int64_t n = m.n_rows;
   m.start_gradient(want_rows, want_cols);
+  check_shape("grad", grad, {n});
   const Tensor given = grad.contiguous();
   std::vector<R> g(n), slope(size_t(e.positives.most) * n, R(0));
   for (int64_t i = 0; i < n; ++i) g[i] = given.const_data_ptr<R>()[m.row.place(i)];
@@ -160,12 +161,17 @@ std::tuple<Tensor, Tensor> backward(TripletEngine<R>& e, const Tensor& grad, boo
   return m.gradients();
 }
 
+bool is_semihard(Text mode) {
+  TORCH_CHECK(mode == "all" || mode == "semihard", "mode: got '", mode, "', wanted all or semihard");
+  return mode == "semihard";
+}
+
 std::tuple<Tensor, Tensor> triplet(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                                    const OptionalTensor& col_labels, Text mode, double margin, bool, bool smooth,
                                    Text view, bool normalize, const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
     TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, selves);
-    return forward(e, mode == "semihard", rows);
+    return forward(e, is_semihard(mode), rows);
   });
 }
 
@@ -175,7 +181,7 @@ std::tuple<Tensor, Tensor> triplet_backward(const Tensor& grad, const Tensor& ro
                                             bool want_cols, const OptionalTensor& selves) {
   return with_type(rows, [&](auto r) {
     TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, selves);
-    return backward(e, grad, mode == "semihard", want_rows, want_cols);
+    return backward(e, grad, is_semihard(mode), want_rows, want_cols);
   });
 }
 

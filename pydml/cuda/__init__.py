@@ -25,6 +25,7 @@ from pydml.cuda.rank import rank
 from pydml.cuda.select import extremes, mined, sample
 from pydml.cuda.topk import topk
 from pydml.cuda.triplet import triplet, triplet_backward
+from pydml.policy import gpu_lacks
 from pydml.tiled.listed import triplets_by
 
 #: Engines by op; each takes the table of C++ ops, then the arguments of the op.
@@ -86,4 +87,4 @@ def kernels(emulated: bool) -> dict[str, Kernel]:
     torch.ops.load_library(path)
     ops = torch.ops.pydml_cuda_emulated if emulated else torch.ops.pydml_cuda
     engines = {name: _engine(ops, name) for name in ENGINES}
-    return tiled.KERNELS | engines | triplets_by(engines["dots"], engines["dots_backward"])
+    return tiled.KERNELS | {"lacks": gpu_lacks} | engines | triplets_by(engines["dots"], engines["dots_backward"])

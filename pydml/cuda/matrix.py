@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pydml.backends import tf32
-from pydml.policy import POLICIES
+from pydml.policy import BUILT_IN
 
 #: Edge of a tile, columns of a gradient in one block, and bytes of a slab of a row; as in csrc/cuda/.
 TILE, DEPTH, SLAB_BYTES = 64, 256, 128
@@ -163,8 +163,8 @@ def ranges_of(own: Tensor, other: Tensor) -> Tensor:
 
 
 def policy_number(policy: str) -> int:
-    """A policy's place in csrc/losses.h, whose order is that of POLICIES."""
-    return list(POLICIES).index(policy)
+    """A policy's place in csrc/losses.h, whose order is that of BUILT_IN."""
+    return BUILT_IN.index(policy)
 
 
 def sorted_field(field: Tensor | None, side: Rows) -> Tensor | None:
