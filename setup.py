@@ -1,6 +1,7 @@
 """The C++ extension, the CUDA library and the package layout; everything that is plain data is in pyproject.toml.
 
-Both are optional: where one cannot be built the install still succeeds, with a warning, and pydml runs without it.
+Both are optional: where one cannot be built the install still succeeds, with a warning, and pydml runs without it. The
+reason is left in the package, as pydml/_build.json, because pip shows warnings to nobody; ``pydml info`` tells it.
 Environment variables:
 
 PYDML_REQUIRE_EXT=1   fail where the extension cannot be built
@@ -12,6 +13,7 @@ PYDML_SANITIZE=...    instrument it: ``address,undefined`` or ``thread``
 MAX_JOBS=2            files compiled at once
 """
 
+import json
 import os
 import sys
 import sysconfig
@@ -19,6 +21,7 @@ from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc" / "cuda"))
@@ -41,12 +44,32 @@ else:
     FLAGS += ["-O3", "-g0"]
 
 
+#: What becomes of the extension; pydml/build_record.py reads it.
+OUTCOME = {"extension": "the build ended before it", "chosen": False}
+
+
+def leave_word(build_lib, in_place):
+    """Write down what became of the extension, beside the modules that will look for it."""
+    folder = ROOT / "pydml" if in_place else Path(build_lib, "pydml")
+    if folder.is_dir():
+        (folder / "_build.json").write_text(json.dumps(OUTCOME) + "\n", encoding="utf-8")
+
+
+class BuildModules(build_py):
+    def run(self):
+        super().run()
+        leave_word(self.build_lib, self.editable_mode)
+
+
 def wanted(variable):
     return os.environ.get(variable, "0") not in ("", "0")
 
 
 def give_up(error):
     """Warn that there will be no extension, or raise if it was asked for."""
+    OUTCOME["extension"] = "it was not built: " + " ".join(str(error).split())[:500]
+    if isinstance(error, ImportError):
+        OUTCOME["extension"] += " (pip builds apart from what is installed: pip install --no-build-isolation)"
     if wanted("PYDML_REQUIRE_EXT"):
         raise RuntimeError(f"PYDML_REQUIRE_EXT is set, but the C++ extension was not built: {error}") from error
     print(
@@ -71,6 +94,7 @@ def cuda_wanted(torch_cuda):
 def extension():
     """Arguments for ``setup`` that build ``pydml._C``; none where it is not wanted or torch is not there."""
     if wanted("PYDML_NO_EXT"):
+        OUTCOME.update(extension="left out by choice: PYDML_NO_EXT was set when pydml was built", chosen=True)
         return {}
     try:
         import torch
@@ -90,11 +114,13 @@ def extension():
             self.extensions = [ext for ext in self.extensions if ext.name != CUDA_LIBRARY]
             try:
                 super().build_extensions()
+                OUTCOME["extension"] = "built"
             except Exception as error:  # torch, ninja and setuptools each raise their own
                 give_up(error)
                 for ext in self.extensions:
                     self.remove(ext.name)
                 self.extensions = []
+            leave_word(self.build_lib, self.in_place or self.editable_mode)
             self.remove(CUDA_LIBRARY)
             for ext in cuda:
                 self.build_cuda(ext)
@@ -138,12 +164,17 @@ def extension():
     if cuda_wanted(torch.version.cuda):
         # No sources: torch's build would take .cu files for its own, and look for its own toolkit.
         extensions.append(Extension(CUDA_LIBRARY, sources=[], depends=sorted(glob("csrc/cuda/*"))))
-    return {"ext_modules": extensions, "cmdclass": {"build_ext": OptionalBuild}}
+    return {"ext_modules": extensions, "build_ext": OptionalBuild}
 
 
+arguments = extension()
+commands = {"build_py": BuildModules}
+if "build_ext" in arguments:
+    commands["build_ext"] = arguments.pop("build_ext")
 setup(
+    cmdclass=commands,
     packages=find_packages(include=["pydml*"])
     + [f"pydml.{name}" for name in find_packages(include=["triton_kernels*"])],
     package_dir={"pydml.triton_kernels": "triton_kernels"},
-    **extension(),
+    **arguments,
 )

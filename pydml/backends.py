@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from pydml import checks
+from pydml.build_record import why_not_built
 
 #: Name -> what it is. The order is the order in which ``auto`` does *not* choose: see :func:`resolve`.
 BACKENDS: dict[str, str] = {
@@ -47,6 +49,7 @@ _deterministic = True
 _largest_class: int | None = None
 _tables: dict[str, dict[str, Kernel]] = {}
 _reasons: dict[str, str] = {}
+_warned: set[str] = set()
 
 
 @constant  # torch.compile cannot trace an import
@@ -69,7 +72,7 @@ def _load(name: str) -> None:
         else:
             _tables[name] = importlib.import_module("pydml.cuda").kernels(emulated=name == "cuda-emulated")
     except (ImportError, OSError) as error:
-        _reasons[name] = str(error)
+        _reasons[name] = f"{error}: {why_not_built()[0]}" if name == "cpu" else str(error)
 
 
 def interpreted() -> bool:
@@ -125,6 +128,42 @@ def resolve(requested: str, device: torch.device) -> str:
         _load(name)
         if name in _tables:
             return name
+    if device.type == "cpu":
+        _miss_extension()
+    return "tiled"
+
+
+@constant
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+@constant
+def _miss_extension() -> None:
+    """Say once that the fast kernels are missing, unless whoever built pydml left them out on purpose."""
+    if not why_not_built()[1]:
+        _warn_once(
+            f"pydml runs on plain PyTorch, several times slower than its C++ extension, which is missing: "
+            f"{_reasons['cpu']}. With torch and g++ 11 or newer installed, pip install --no-build-isolation builds it; "
+            "pydml.use_backend('tiled') asks for plain PyTorch, without this warning"
+        )
+
+
+def named(requested: str) -> bool:
+    """Was the backend asked for, by the call or by :func:`use_backend`, or left to pydml?"""
+    return requested != "auto" or _chosen.name != "auto"
+
+
+def able(backend: str, asked_for: bool, policy: str, **options: Any) -> str:
+    """The backend itself, or ``tiled`` where it has no kernels for these pairs and was not asked for by name."""
+    why = lacks(backend, policy, **options)
+    if why is None:
+        return backend
+    if asked_for:
+        raise RuntimeError(f"{why}; got backend={backend!r}, wanted 'tiled', or 'auto', which falls back to it")
+    _warn_once(f"{why}; backend 'auto' takes 'tiled' instead of {backend!r}, which is slower")
     return "tiled"
 
 

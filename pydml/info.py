@@ -12,6 +12,7 @@ from importlib import metadata
 import torch
 
 import pydml
+from pydml.build_record import why_not_built
 
 
 def _version(distribution: str) -> str:
@@ -33,7 +34,7 @@ def _extension() -> dict[str, str]:
     try:
         native = importlib.import_module("pydml._C")
     except ImportError as error:
-        return {"pydml._C": f"not available: {error}"}
+        return {"pydml._C": f"not available: {error}", "why": why_not_built()[0]}
     entries = {**native.build_info(), "losses": native.losses(), "cpu features": native.cpu_features()}
     return {name: value if isinstance(value, str) else " ".join(value) or "none" for name, value in entries.items()}
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pydml import checks, ops
 from pydml.among import KNOWING, among, knowing
-from pydml.backends import kernel, resolve
+from pydml.backends import kernel
 from pydml.losses.base import MetricLoss
 from pydml.losses.batch import Batch, logaddexp
 from pydml.losses.nca import NCALoss
@@ -197,7 +197,7 @@ class CrossBatchMemory(WithRecords):
             return loss
         given = self.loss._batch(z, y, None, memory, memory_labels)
         batch = MemoryBatch(z, y, memory, memory_labels, None, given.view, given.normalize, start=start)
-        batch.backend = resolve(backend, z.device)
+        batch.choose(backend)
         loss = self.loss.evaluate(batch)
         return loss
 
@@ -279,6 +279,7 @@ class MemoryBatch(Batch):
         listed: bool = True,
     ) -> Tensor:
         assert col_field is None
+        self.prepare(policy, epsilon)
         options = row_field, None, policy, [float(p) for p in params], self.view, self.normalize
         if self._knows_selves or epsilon is not None:  # thresholds are of the whole row
             return self._among("pair", *options, epsilon, 1, 1.0)[0]
@@ -307,6 +308,7 @@ class MemoryBatch(Batch):
         return p, n
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
+        self.prepare(policy)
         i, j = self._select("topk", policy, [float(p) for p in params], k, side)
         return i, j
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pydml import checks, distances, ops
-from pydml.backends import resolve
 from pydml.losses.batch import Batch, Dense
 from pydml.pml import joins
 from pydml.records import WithRecords
@@ -147,7 +146,7 @@ class Miner(WithRecords):
         """
         self.reset_stats()
         batch = self._batch(embeddings, labels, ref_emb, ref_labels)
-        batch.backend = resolve(backend, batch.embeddings.device)
+        batch.choose(backend)
         with torch.no_grad(), torch.autocast(batch.embeddings.device.type, enabled=False):
             if 0 in batch.size:
                 found = self.nothing(batch)

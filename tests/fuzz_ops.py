@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-import pydml  # noqa: F401  (registers the ops)
+import pydml
 from pydml.policy import POLICIES
 
 GRADS_KEPT = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}
@@ -167,6 +167,7 @@ def call(namespace: str, backend: str, number: int) -> str:
 
 def main(namespace: str, backend: str, first: str, calls: str) -> int:
     torch.set_num_threads(1)
+    pydml.backends()  # loads the C++ ops
     warnings.simplefilter("ignore")
     found: dict[str, int] = {}
     for number in range(int(first), int(first) + int(calls)):

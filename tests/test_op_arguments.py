@@ -147,7 +147,7 @@ def test_backward_ops_name_gradients_and_kept_tensors_that_do_not_fit(op: str, b
                 call(name, fitting | {key: wrong}, backend)
     square = arguments | {"cols": None} | ({"j": torch.tensor([3, 0])} if op == "dots" else {"col_labels": None})
     name, fitting = backward_of(op, square, backend)
-    with pytest.raises(ValueError, match="^want_cols: "):
+    with pytest.raises(ValueError, match=r"^want_cols: "):
         call(name, fitting | {"want_cols": True}, backend)
 
 

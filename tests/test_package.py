@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -29,7 +30,12 @@ def source(tmp_path: Path) -> Path:
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYDML_")}
     return subprocess.run(
-        [sys.executable, "-m", *command], env=inherited | environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *command],
+        env=inherited | environment,
+        cwd=ROOT / "tests",  # where no pydml lies that would be imported before an installed one
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -45,16 +51,46 @@ def test_wheel_ships_pydml_and_nothing_else(source: Path, tmp_path: Path) -> Non
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"pydml", f"pydml_kernels-{pydml.__version__}.dist-info"}
     assert {"pydml/triton_kernels/__init__.py", "pydml/py.typed", "pydml/cli.py"} <= set(names)
+    record = json.loads(zipfile.ZipFile(wheel).read("pydml/_build.json"))
+    assert record == {"extension": "left out by choice: PYDML_NO_EXT was set when pydml was built", "chosen": True}
     assert not [name for name in names if {"tests", "bench"} & set(name.split("/"))]
 
 
-def test_install_without_a_compiler_warns_and_leaves_out_the_extension(source: Path, tmp_path: Path) -> None:
+def test_install_without_a_compiler_warns_and_the_package_says_so_too(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     status, output = pip("install", "--target", target, source, **NO_COMPILER)
     assert status == 0, output
     assert "WARNING: pydml's C++ extension was not built" in output
     assert (target / "pydml" / "cli.py").exists()
     assert not list(target.glob("pydml/_C*"))
+    # pip shows its output to nobody: what runs has to tell. The finder of an editable install would lend its extension.
+    (tmp_path / "use.py").write_text(
+        "import sys\n"
+        "sys.meta_path = [finder for finder in sys.meta_path if 'Editable' not in getattr(finder, '__name__', '')]\n"
+        "import torch, pydml, pydml.info\n"
+        "for _ in range(2): pydml.losses.NCALoss()(torch.eye(4), torch.arange(4) // 2)\n"
+        "pydml.info.main([])\n",
+        encoding="utf-8",
+    )
+    done = run("use", PYTHONPATH=f"{tmp_path}{os.pathsep}{target}")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("pydml runs on plain PyTorch") == 1
+    assert "it was not built" in done.stderr
+    assert "it was not built" in done.stdout
+
+
+def test_install_apart_from_torch_says_what_hid_it(source: Path, tmp_path: Path) -> None:
+    """As pip's build isolation does: torch cannot be imported while pydml is built."""
+    hidden = tmp_path / "hidden" / "torch"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")", encoding="utf-8")
+    status, output = pip("wheel", "-w", tmp_path, source, PYTHONPATH=str(hidden.parent))
+    assert status == 0, output
+    (wheel,) = tmp_path.glob("*.whl")
+    record = json.loads(zipfile.ZipFile(wheel).read("pydml/_build.json"))
+    assert "No module named 'torch'" in record["extension"]
+    assert "--no-build-isolation" in record["extension"]
+    assert not record["chosen"]
 
 
 def test_required_extension_without_a_compiler_is_an_error(source: Path, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ class ShardedBatch(Batch):
     ) -> Tensor:
         if listed and self.pairs is not None:
             return self._listed_stats(policy, params, row_field, col_field)
+        self.prepare(policy, epsilon)
         shards, sides, thresholds = self._shards, self._sides(), None
         if epsilon is not None:
             thresholds = mining_thresholds(
@@ -251,6 +252,7 @@ class ShardedBatch(Batch):
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
         """See :meth:`Batch.topk`. Every rank proposes the k largest of its own pairs; the best of all are taken."""
+        self.prepare(policy)
         shards, sides, loss = self._shards, self._sides(), POLICIES[policy](*params)
         symmetric, rows, own = self.ref is None, self.rows.detach(), shards.own
         zero, found = rows.new_zeros(1), []
@@ -294,6 +296,7 @@ class ShardedBatch(Batch):
         return self.nan(gather_rows(u, shards.group, numbers, "similarities of chosen pairs")[place])
 
     def stats_between(self, i: Tensor, j: Tensor, policy: str, params: list[float], col_field: Tensor) -> Tensor:
+        self.prepare(policy)
         shards, group, start = self._shards, self._shards.group, self._shards.own.start
         owner_i, owner_j = owners(i, shards.sizes), owners(j, shards.sizes)
         by_i, by_j = torch.argsort(owner_i, stable=True), torch.argsort(owner_j, stable=True)
@@ -317,6 +320,7 @@ class ShardedBatch(Batch):
         return gather_columns(self.rows, self._shards.group, self._shards.sizes, "embeddings")
 
     def proxy_stats(self, w: Tensor, classes: Tensor, policy: str, params: list[float], **pooling: Any) -> Tensor:
+        self.prepare(policy, pool_size=pooling.get("pool_size", 1))
         shards, labels = self._shards, self.known_labels()
         w = w.to(self.dtype)
         options: dict[str, Any] = self._options | pooling
@@ -334,6 +338,7 @@ class ShardedBatch(Batch):
     def anchor_stats(
         self, w: Tensor, classes: Tensor, policy: str, params: list[float], col_field: Tensor | None
     ) -> Tensor:
+        self.prepare(policy)
         shards, labels = self._shards, self.known_labels()
         w = w.to(self.dtype)
         if shards.class_sizes is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pydml import checks
-from pydml.backends import resolve
+from pydml.backends import named, resolve
 from pydml.distributed.batch import ShardedBatch, Shards
 from pydml.distributed.functions import gather_rows, scale_gradient
 from pydml.distributed.group import Group, Rules, compare, same_parameters, same_shapes
@@ -101,7 +101,7 @@ class ShardedLoss(nn.Module):
         self, embeddings: Any, labels: Any, indices: Any, ref_emb: Any, ref_labels: Any, backend: str
     ) -> ShardedBatch:
         """Check this rank's arguments, and that the ranks' arguments fit together, before any of them travels."""
-        group, error, batch, facts = self.group, None, None, [0] * 8
+        group, error, batch, facts, asked_for = self.group, None, None, [0] * 8, True
         try:
             if labels is None:
                 raise ValueError("labels: got None, wanted a tensor of integers")
@@ -110,7 +110,7 @@ class ShardedLoss(nn.Module):
             batch = self.loss._batch(
                 z, labels, None if indices is None else tuple(nowhere for _ in indices), ref_emb, ref_labels
             )
-            backend = resolve(backend, z.device)
+            asked_for, backend = named(backend), resolve(backend, z.device)
             facts = _facts(batch, indices)
         except (TypeError, ValueError, RuntimeError) as wrong:
             error = wrong
@@ -132,7 +132,7 @@ class ShardedLoss(nn.Module):
             ref = None if ref is None else scale_gradient(ref, group.size)
         columns = sum(sizes if ref is None else ref_sizes)
         listed = None if indices is None else _joined(group, indices, sum(sizes), columns, z.device)
-        return ShardedBatch(z, y, ref, ref_y, listed, batch.view, batch.normalize, backend, shards=shards)
+        return ShardedBatch(z, y, ref, ref_y, listed, batch.view, batch.normalize, backend, asked_for, shards=shards)
 
     def _dense(self, batch: ShardedBatch) -> Tensor:
         """The textbook formula, on every rank for everything."""

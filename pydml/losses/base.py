@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pydml import checks, distances, reducers
-from pydml.backends import resolve
 from pydml.distances import OTHER
 from pydml.losses.batch import Batch, Dense
 from pydml.ops import no_autocast
@@ -202,7 +201,7 @@ class MetricLoss(WithRecords):
             One call's own choice; see :func:`pydml.use_backend`.
         """
         batch = self._batch(embeddings, labels, indices_tuple, ref_emb, ref_labels)
-        batch.backend = resolve(backend, embeddings.device)
+        batch.choose(backend)
         return self.evaluate(batch)
 
     @property

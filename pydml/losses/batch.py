@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pydml import ops
+from pydml.backends import able, named, resolve
 from pydml.products import product
 from pydml.tiled import select as tiled_select
 from pydml.tiled.sides import TINY
@@ -49,6 +50,17 @@ class Batch:
     view: str
     normalize: bool
     backend: str = "auto"
+    #: Was the backend asked for by name? One that was not may give way to another.
+    named: bool = True
+
+    def choose(self, requested: str) -> None:
+        """Take the backend that a call asks for."""
+        self.backend, self.named = resolve(requested, self.embeddings.device), named(requested)
+
+    def prepare(self, policy: str, epsilon: float | None = None, pool_size: int = 1) -> None:
+        """Take another backend where this one has no kernels for the pairs of a policy."""
+        options = {"mined": epsilon is not None, "pool_size": pool_size, "view": self.view}
+        self.backend = able(self.backend, self.named, policy, **options)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -201,6 +213,7 @@ class Batch:
         """Row statistics [B, K] of a policy: by the pair engine, or of the listed pairs where there is a tuple."""
         if listed and self.pairs is not None:
             return self._listed_stats(policy, params, row_field, col_field)
+        self.prepare(policy, epsilon)
         labels = self.known_labels()
         return pair_stats(
             self.embeddings, self.ref, labels, self.ref_labels if self.ref is not None else None, policy, params,
@@ -212,6 +225,7 @@ class Batch:
         self, policy: str, params: list[float], row_field: Tensor | None, col_field: Tensor | None
     ) -> Tensor:
         assert self.pairs is not None and col_field is None
+        self.prepare(policy)
         a1, p, a2, n = self.pairs
         field = None if row_field is None else row_field.detach()
         options = policy, [float(x) for x in params], self.size[0], self.backend
@@ -278,12 +292,14 @@ class Batch:
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
         """The k pairs (i, j) of largest loss on one side or on «all»; -1 beyond the last."""
+        self.prepare(policy)
         options = (policy, [float(p) for p in params], k, side, self.view, self.normalize, self.backend)
         i, j = ops.topk(*self.matrix(), *options)
         return i, j
 
     def stats_between(self, i: Tensor, j: Tensor, policy: str, params: list[float], col_field: Tensor) -> Tensor:
         """Row statistics of rows i [n] against rows j [n] as columns; the positive of a row is the column across."""
+        self.prepare(policy)
         target = torch.arange(len(i), device=i.device)
         return pair_stats(
             self.embeddings[i], self.embeddings[j], target, target, policy, params,
@@ -292,6 +308,7 @@ class Batch:
 
     def proxy_stats(self, w: Tensor, classes: Tensor, policy: str, params: list[float], **pooling: Any) -> Tensor:
         """Row statistics [B, K] with proxies as columns."""
+        self.prepare(policy, pool_size=pooling.get("pool_size", 1))
         return pair_stats(
             self.embeddings, w, self.known_labels(), classes, policy, params,
             view=self.view, normalize=self.normalize, backend=self.backend, **pooling,
@@ -301,6 +318,7 @@ class Batch:
         self, w: Tensor, classes: Tensor, policy: str, params: list[float], col_field: Tensor | None
     ) -> Tensor:
         """Statistics [C, K] of proxies as rows, with the batch as columns."""
+        self.prepare(policy)
         labels = self.known_labels()
         return pair_stats(
             w, self.embeddings, classes, labels, policy, params,
