@@ -67,7 +67,7 @@ def wanted(variable):
 
 def give_up(error):
     """Warn that there will be no extension, or raise if it was asked for."""
-    OUTCOME["extension"] = "it was not built: " + " ".join(str(error).split())[:500]
+    OUTCOME["extension"] = "it was not built: " + " ".join(str(error).split())[:500].rstrip(".")
     if isinstance(error, ImportError):
         OUTCOME["extension"] += " (pip builds apart from what is installed: pip install --no-build-isolation)"
     if wanted("PYDML_REQUIRE_EXT"):
