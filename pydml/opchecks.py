@@ -106,7 +106,9 @@ class Array(Argument):
 
     def check_device(self, value: Any, call: Call) -> None:
         if value is not None and value.device != call.device:
-            raise ValueError(f"{self.name}: got a tensor on {value.device}, wanted {call.device}, where {call.first} is")
+            raise ValueError(
+                f"{self.name}: got a tensor on {value.device}, wanted {call.device}, where {call.first} is"
+            )
 
     def _wanted(self, sizes: dict[str, int]) -> str:
         """«[R, K] = [8, 2]»."""
@@ -290,7 +292,7 @@ class Op:
             *self.outputs[:kept],
         )
         arguments = (*own, *self.arguments, *(Flag(f"want_{side}") for side in self.sides))
-        by_name = {argument.name: argument for argument in self.arguments}
+        by_name = {argument.name: argument for argument in self.arguments if isinstance(argument, Array)}
         outputs = tuple(replace(by_name[side], name=f"d_{side}", optional=False) for side in self.sides)
         rules = (*self.rules, _gradients)
         return Op(f"{self.name}_backward", arguments, outputs, rules, self.decided, len(own), self.sides)
