@@ -20,7 +20,19 @@ from pydml.policy import POLICIES
 
 GRADS_KEPT = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}
 GRADS_KEPT |= {"listed_triplets": (1, 3)}
-FORWARD = ("pair", "dots", "listed", "listed_triplets", "histogram", "triplet", "extremes", "topk", "mined", "sample", "rank")
+FORWARD = (
+    "pair",
+    "dots",
+    "listed",
+    "listed_triplets",
+    "histogram",
+    "triplet",
+    "extremes",
+    "topk",
+    "mined",
+    "sample",
+    "rank",
+)
 VIEWS = ("dot", "cosine", "euclidean", "squared")
 PARAMS = {"exponential": 4, "binomial": 3, "bin_lifted": 3, "hinge": 2, "mean": 0, "lifted": 1, "arcface": 2}
 PARAMS |= {"dro_margin": 4, "dro_binomial": 5}

@@ -42,7 +42,9 @@ def backward_of(op: str, arguments: dict[str, Any], backend: str) -> tuple[str, 
     """A backward call that fits, by the names of its schema."""
     outputs = call(op, arguments, backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grads, kept = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}.get(op, (1, 0))
+    grads, kept = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}.get(
+        op, (1, 0)
+    )
     name = f"{op}_backward"
     names = [a.name for a in getattr(torch.ops.pydml, name).default._schema.arguments]
     values = [*(torch.ones_like(o) for o in outputs[:grads]), *outputs[:kept], *arguments.values()]
