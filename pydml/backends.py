@@ -72,7 +72,8 @@ def _load(name: str) -> None:
         else:
             _tables[name] = importlib.import_module("pydml.cuda").kernels(emulated=name == "cuda-emulated")
     except (ImportError, OSError) as error:
-        _reasons[name] = f"{error}: {why_not_built()[0]}" if name == "cpu" else str(error)
+        missing = name == "cpu" and isinstance(error, ModuleNotFoundError)
+        _reasons[name] = f"{error}: {why_not_built()[0]}" if missing else str(error)
 
 
 def interpreted() -> bool:
@@ -143,7 +144,8 @@ def _warn_once(message: str) -> None:
 @constant
 def _miss_extension() -> None:
     """Say once that the fast kernels are missing, unless whoever built pydml left them out on purpose."""
-    if not why_not_built()[1]:
+    why, chosen = why_not_built()
+    if not (chosen and _reasons["cpu"].endswith(why)):
         _warn_once(
             f"pydml runs on plain PyTorch, several times slower than its C++ extension, which is missing: "
             f"{_reasons['cpu']}. With torch and g++ 11 or newer installed, pip install --no-build-isolation builds it; "
