@@ -39,23 +39,6 @@ class Common(TypedDict, total=False):
     collect_stats: bool | None
 
 
-def _distance(distance: Any, allowed: tuple[str, ...], normalize: bool) -> tuple[str, bool]:
-    """Name of the distance and whether rows are normalised, from a name or from one of PML's distance objects."""
-    if isinstance(distance, str):
-        return checks.choice("distance", distance, allowed), normalize
-    kind, power = type(distance).__name__, getattr(distance, "power", 1)
-    if kind in ("CosineSimilarity", "DotProductSimilarity") and power == 1:
-        name = "cosine"
-    elif kind == "LpDistance" and distance.p == 2 and power in (1, 2):
-        name = "euclidean" if power == 1 else "squared"
-    else:
-        detail = "".join(f", {k}={getattr(distance, k)}" for k in ("p", "power") if hasattr(distance, k))
-        raise ValueError(f"distance: got {kind}{detail}, wanted one of {', '.join(map(repr, allowed))} or PML's like")
-    if name not in allowed:
-        raise ValueError(f"distance: got {kind} ({name}), wanted one of {', '.join(map(repr, allowed))}")
-    return name, bool(distance.normalize_embeddings) and normalize
-
-
 @joins("losses.base_metric_loss_function", "BaseMetricLossFunction")
 class MetricLoss(WithRecords):
     """Base of all losses.
