@@ -63,10 +63,15 @@ def forward_samples(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, .
         i, j = torch.tensor([0, 3, 3, 4]), torch.tensor([1, 0, 0, 4])
         for view in ("dot", "cosine", "euclidean", "squared"):
             yield "dots", f"{shape}_{view}", (rows, cols, i, j, view, True)
+        yield "listed_triplets", shape, (rows, cols, i, j, j.flip(0), 0.2, True, "euclidean", True)
         yield "histogram", shape, (*matrix, 5, -1.0, 1.0, "cosine", True)
         yield "triplet", f"{shape}_hinge", (*matrix, "all", 0.2, False, False, "euclidean", True)
         yield "triplet", f"{shape}_smooth", (*matrix, "all", 0.2, False, True, "dot", True)
         yield "triplet", f"{shape}_semihard", (*matrix, "semihard", 0.2, False, False, "euclidean", True)
+    u = [torch.rand(n, generator=generator(n), dtype=torch.float64).to(dtype).requires_grad_() for n in (3, 4)]
+    anchors = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 0, 1])
+    yield "listed", "exponential", (*u, *anchors, None, "exponential", [-2.0, 0.5, 5.0, 0.5], 2)
+    yield "listed", "hinge_field", (*u, *anchors, torch.rand(2).to(dtype), "hinge", [0.2, -0.2], 2)
     (_, symmetric), *_ = matrices(dtype)
     yield "triplet", "symmetric_swap", (*symmetric, "all", 0.2, True, False, "euclidean", True)
     z, labels = batch(9, dtype=dtype)
@@ -124,7 +129,8 @@ def test_backward_op_passes_opcheck(op: str, shape: str, arguments: tuple[Any, .
     arguments = tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)
     outputs = the_op(op)(*arguments, backend)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grads, kept = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0)}[op]
+    kept_by = {"pair": (1, 3), "listed": (1, 1), "listed_triplets": (1, 3), "histogram": (2, 3)}
+    grads, kept = kept_by.get(op, (1, 0))
     given = [torch.rand_like(output) for output in outputs[:grads]]
     for want_cols in {False, arguments[1] is not None}:
         wanted = (*given, *outputs[:kept], *arguments, True, want_cols, backend)
@@ -154,7 +160,8 @@ def test_op_passes_gradcheck(op: str, shape: str, arguments: tuple[Any, ...], ba
             slots = pydml.policy.POLICIES[arguments[6]].slots
             carrying = [k for k, slot in enumerate(slots) if not getattr(slot, "constant", False)]
             return outputs[0][:, carrying].nan_to_num(neginf=0)
-        return {"triplet": lambda: outputs[0], "histogram": lambda: outputs[:2]}.get(op, lambda: outputs)()
+        first = {"triplet": lambda: outputs[0], "listed_triplets": lambda: outputs[0], "histogram": lambda: outputs[:2]}
+        return first.get(op, lambda: outputs)()
 
     assert torch.autograd.gradcheck(of_leaves, [arguments[i] for i in leaves], fast_mode=True)
 
