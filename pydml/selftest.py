@@ -153,6 +153,7 @@ def cases() -> list[Case]:
         Case("ms, euclidean", _loss("ms", {"distance": "euclidean", "base": 1.0, "beta": 10})),
         Case("ms, reference set", _loss("ms", {"epsilon": 0.1}, "reference")),
         Case("contrastive, pairs", _loss("contrastive", {}, "pairs"), on_device=False),
+        Case("triplet, listed", _loss("triplet", {}, "pairs"), on_device=False),
         Case("triplet, semihard", _loss("triplet", {"triplets": "semihard", "margin": 0.2}), least=5e-2),
         Case("triplet, hard", _loss("triplet", {"triplets": "hard", "margin": 0.2})),
         Case("dro_kl, binomial", _loss("dro_kl", {"base_loss": "binomial"})),

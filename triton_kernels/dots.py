@@ -85,7 +85,8 @@ def _forward(m: Matrix, i: Tensor, j: Tensor) -> Tensor:
 
 
 def _matrix(rows: Tensor, cols: Tensor | None, i: Tensor, view: str, normalize: bool) -> Matrix:
-    m = Matrix(rows, cols, i, None, view, normalize)
+    # S of rows that are not normalised is their product, however near they are
+    m = Matrix(rows, cols, i, None, "dot" if view == "cosine" and not normalize else view, normalize)
     for side in (m.row, m.col):
         side.x = side.x.contiguous()
     return m

@@ -62,7 +62,8 @@ class Side(sides.Side):
         self.packed = pad(x, (0, self.width - z.shape[1], 0, whole(self.size) - self.size)).contiguous()
         self.squares = self.packed.float().square().sum(2).flatten()
         if view == "cosine":  # S of rows that are not of length 1 is their product, however near they are
-            short = (self.norm[:, 0] <= sides.TINY).unflatten(0, (self.size, pool))[self.order].T
+            longest = sides.TINY if normalize else torch.inf
+            short = (self.norm[:, 0] <= longest).unflatten(0, (self.size, pool))[self.order].T
             short = pad(short, (0, whole(self.size) - self.size)).flatten()
             self.squares = torch.where(short, torch.inf, self.squares)
 

@@ -21,6 +21,25 @@ Matrix<R> unsorted(const Tensor& rows, const OptionalTensor& cols, Text view, bo
   return Matrix<R>(rows, cols, at::arange(rows.size(0), places), col_labels, {}, view_of(view), normalize);
 }
 
+// Are the entries of a list places in [0, below)?
+bool within(const int64_t* index, int64_t n, int64_t below) {
+  uint64_t wrong = 0;
+  for (int64_t e = 0; e < n; ++e) wrong |= uint64_t(index[e]) >= uint64_t(below);
+  return !wrong;
+}
+
+void check_within(const char* name, bool ok, int64_t below) {
+  TORCH_CHECK_INDEX(ok, name, ": got entries outside [0, ", below, "), wanted places in the matrix");
+}
+
+void check_within(const char* name, const int64_t* index, int64_t n, int64_t below) {
+  std::atomic<bool> ok = true;
+  at::parallel_for(0, n, 1 << 16, [&](int64_t begin, int64_t end) {
+    if (!within(index + begin, end - begin, below)) ok = false;
+  });
+  check_within(name, ok, below);
+}
+
 struct List {
   const Tensor ti, tj;
   const int64_t *i, *j, n;
@@ -31,22 +50,12 @@ struct List {
         j(tj.const_data_ptr<int64_t>()),
         n(ti.numel()) {
     TORCH_CHECK(tj.numel() == n, "j: got ", tj.numel(), " entries, wanted ", n, ", as many as i");
-    within("i", i, rows);
-    within("j", j, cols);
-  }
-  bool is_long(int64_t rows, int64_t cols) const { return n > 0 && n >= rows * cols / kLong; }
-
- private:
-  void within(const char* name, const int64_t* index, int64_t below) const {
-    std::atomic<bool> ok = true;
-    at::parallel_for(0, n, 1 << 16, [&](int64_t begin, int64_t end) {
-      uint64_t wrong = 0;
-      for (int64_t e = begin; e < end; ++e) wrong |= uint64_t(index[e]) >= uint64_t(below);
-      if (wrong) ok = false;
-    });
-    TORCH_CHECK_INDEX(ok, name, ": got entries outside [0, ", below, "), wanted places in the matrix");
+    check_within("i", i, n, rows);
+    check_within("j", j, n, cols);
   }
 };
+
+bool is_long(int64_t pairs, int64_t rows, int64_t cols) { return pairs > 0 && pairs >= rows * cols / kLong; }
 
 template <class R>
 R similarity(const Matrix<R>& m, int64_t i, int64_t j, std::vector<R>& x, std::vector<R>& y) {
@@ -96,7 +105,7 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
   const List list(i, j, m.n_rows, m.n_cols);
   Tensor out = at::empty({list.n}, rows.options().dtype(type_of<R>()));
   R* u = out.data_ptr<R>();
-  if (list.is_long(m.n_rows, m.n_cols)) {
+  if (is_long(list.n, m.n_rows, m.n_cols)) {
     const Tensor all = all_similarities(m);
     const R* const from = all.const_data_ptr<R>();
     at::parallel_for(0, list.n, 1 << 14, [&](int64_t begin, int64_t end) {
@@ -119,10 +128,14 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
 }
 
 // Call f(begin, end, owner) for every run of a list's entries of one row. The runs of a row are one thread's, in the
-// order of the list.
+// order of the list. Entries that are no rows raise.
 template <class F>
 void by_rows(const int64_t* row, int64_t n, int64_t rows, const F& f) {
   const bool in_order = std::is_sorted(row, row + n);
+  if (in_order && n > 0)
+    check_within("i", within(row, 1, rows) && within(row + n - 1, 1, rows), rows);
+  else
+    check_within("i", row, n, rows);
   const int64_t owners = at::get_num_threads();
   parallel(owners, [&](int64_t owner, int64_t) {
     const int64_t first = rows * owner / owners, last = rows * (owner + 1) / owners;
@@ -217,7 +230,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& rows, cons
   const List list(i, j, m.n_rows, m.n_cols);
   const Tensor g = grad.contiguous();
   check_shape("grad", g, i.sizes());
-  if (list.is_long(m.n_rows, m.n_cols))
+  if (is_long(list.n, m.n_rows, m.n_cols))
     add_all(m, all_weights(list, g.const_data_ptr<R>(), m.n_rows, m.n_cols));
   else
     add_each(m, list, g.const_data_ptr<R>(), want_rows, m.symmetric ? want_rows : want_cols);
@@ -227,30 +240,56 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& rows, cons
 // Listed triplets (a, p, n): the pairs (a, p) and (a, n), and what a triplet adds to its anchor's sum.
 template <class R>
 struct Triplets {
-  const List ap, an;
+  const Tensor ta, tp, tn;
+  const int64_t *a, *p, *n, number;
   const R margin;
   const bool smooth;
 
-  Triplets(const Matrix<R>& m, const Tensor& a, const Tensor& p, const Tensor& n, double margin, bool smooth)
-      : ap(a, p, m.n_rows, m.n_cols), an(a, n, m.n_rows, m.n_cols), margin(R(margin)), smooth(smooth) {}
+  Triplets(const Tensor& given_a, const Tensor& given_p, const Tensor& given_n, double margin, bool smooth)
+      : ta(given_a.contiguous()),
+        tp(given_p.contiguous()),
+        tn(given_n.contiguous()),
+        a(ta.const_data_ptr<int64_t>()),
+        p(tp.const_data_ptr<int64_t>()),
+        n(tn.const_data_ptr<int64_t>()),
+        number(ta.numel()),
+        margin(R(margin)),
+        smooth(smooth) {
+    TORCH_CHECK(tp.numel() == number && tn.numel() == number, "a, p, n: got ", number, ", ", tp.numel(), " and ",
+                tn.numel(), " entries, wanted as many of each");
+  }
 
   R loss(R v) const { return smooth ? Softplus(v) : Relu(v); }
   R slope(R v) const { return smooth ? Sigmoid(v) : v > 0 ? R(1) : R(0); }
+
+  // Call f(begin, end, owner) for the runs of each anchor. Places are looked at run by run, while they are in the cache
+  // for f too: a list of all triplets is larger than anything else here.
+  template <class F>
+  void by_anchors(const Matrix<R>& m, const F& f) const {
+    std::atomic<bool> ok_p = true, ok_n = true;
+    by_rows(a, number, m.n_rows, [&](int64_t begin, int64_t end, int64_t owner) {
+      const bool run_p = within(p + begin, end - begin, m.n_cols), run_n = within(n + begin, end - begin, m.n_cols);
+      if (!run_p) ok_p = false;
+      if (!run_n) ok_n = false;
+      if (run_p && run_n) f(begin, end, owner);
+    });
+    check_within("p", ok_p, m.n_cols);
+    check_within("n", ok_n, m.n_cols);
+  }
 };
 
 template <class R>
 std::tuple<Tensor, Tensor, Tensor> triplets_forward(const Matrix<R>& m, const Triplets<R>& list) {
   const auto options = m.row.x.options();
   Tensor total = at::zeros({m.n_rows}, options), above = at::zeros({m.n_rows}, options);
-  Tensor violation = at::empty({list.ap.n}, options);
+  Tensor violation = at::empty({list.number}, options);
   R *const sums = total.data_ptr<R>(), *const numbers = above.data_ptr<R>(), *const v = violation.data_ptr<R>();
-  const bool is_long = list.ap.is_long(m.n_rows, m.n_cols);
-  const Tensor all = is_long ? all_similarities(m) : Tensor();
-  const R* const u = is_long ? all.const_data_ptr<R>() : nullptr;
-  const int64_t *const p = list.ap.j, *const n = list.an.j;
+  const Tensor all = is_long(list.number, m.n_rows, m.n_cols) ? all_similarities(m) : Tensor();
+  const R* const u = all.defined() ? all.const_data_ptr<R>() : nullptr;
+  const int64_t *const p = list.p, *const n = list.n;
   std::vector<std::vector<R>> x(at::get_num_threads(), std::vector<R>(m.d)), y(x);
-  by_rows(list.ap.i, list.ap.n, m.n_rows, [&](int64_t begin, int64_t end, int64_t owner) {
-    const int64_t a = list.ap.i[begin];
+  list.by_anchors(m, [&](int64_t begin, int64_t end, int64_t owner) {
+    const int64_t a = list.a[begin];
     if (u) {
       const R* const row = u + a * m.n_cols;
       for (int64_t e = begin; e < end; ++e) v[e] = row[n[e]] - row[p[e]] + list.margin;
@@ -275,16 +314,16 @@ std::tuple<Tensor, Tensor, Tensor> triplets_forward(const Matrix<R>& m, const Tr
 template <class R>
 std::tuple<Tensor, Tensor> triplets_backward(Matrix<R>& m, const Triplets<R>& list, const Tensor& grad,
                                              const Tensor& violation, bool want_rows, bool want_cols) {
-  TORCH_CHECK(grad.numel() == m.n_rows && violation.numel() == list.ap.n, "grad, violation: got ", grad.numel(),
-              " and ", violation.numel(), " entries, wanted ", m.n_rows, " and ", list.ap.n);
+  TORCH_CHECK(grad.numel() == m.n_rows && violation.numel() == list.number, "grad, violation: got ", grad.numel(),
+              " and ", violation.numel(), " entries, wanted ", m.n_rows, " and ", list.number);
   m.start_gradient(want_rows, want_cols);
   const Tensor cg = grad.contiguous(), cv = violation.contiguous();
   const R *const g = cg.const_data_ptr<R>(), *const v = cv.const_data_ptr<R>();
-  const int64_t *const a = list.ap.i, *const p = list.ap.j, *const n = list.an.j;
-  if (list.ap.is_long(m.n_rows, m.n_cols)) {
+  const int64_t *const a = list.a, *const p = list.p, *const n = list.n;
+  if (is_long(list.number, m.n_rows, m.n_cols)) {
     const Tensor all = at::zeros({m.n_rows, m.n_cols}, m.row.x.options());
     R* const w = all.data_ptr<R>();
-    by_rows(a, list.ap.n, m.n_rows, [&](int64_t begin, int64_t end, int64_t) {
+    list.by_anchors(m, [&](int64_t begin, int64_t end, int64_t) {
       R* const row = w + a[begin] * m.n_cols;
       const R gradient = g[a[begin]];
       R same = 0;  // of neighbours with the same positive: most lists have them together
@@ -297,11 +336,12 @@ std::tuple<Tensor, Tensor> triplets_backward(Matrix<R>& m, const Triplets<R>& li
     });
     add_all(m, all);
   } else {
-    std::vector<R> more(list.ap.n), less(list.ap.n);
-    for (int64_t e = 0; e < list.ap.n; ++e) more[e] = g[a[e]] * list.slope(v[e]), less[e] = -more[e];
+    const List an(list.ta, list.tn, m.n_rows, m.n_cols), ap(list.ta, list.tp, m.n_rows, m.n_cols);
+    std::vector<R> more(list.number), less(list.number);
+    for (int64_t e = 0; e < list.number; ++e) more[e] = g[a[e]] * list.slope(v[e]), less[e] = -more[e];
     const bool cols = m.symmetric ? want_rows : want_cols;
-    add_each(m, list.an, more.data(), want_rows, cols);
-    add_each(m, list.ap, less.data(), want_rows, cols);
+    add_each(m, an, more.data(), want_rows, cols);
+    add_each(m, ap, less.data(), want_rows, cols);
   }
   return m.gradients();
 }
@@ -326,7 +366,7 @@ std::tuple<Tensor, Tensor> dots_backward(const Tensor& grad, const Tensor& rows,
 std::tuple<Tensor, Tensor, Tensor> listed_triplets(PYDML_TRIPLETS) {
   return with_type(rows, [&](auto r) {
     const auto m = unsorted<decltype(r)>(rows, cols, view, normalize);
-    return triplets_forward(m, Triplets<decltype(r)>(m, a, p, n, margin, smooth));
+    return triplets_forward(m, Triplets<decltype(r)>(a, p, n, margin, smooth));
   });
 }
 
@@ -335,7 +375,7 @@ std::tuple<Tensor, Tensor> listed_triplets_backward(const Tensor& grad, const Te
                                                     bool want_cols) {
   return with_type(rows, [&](auto r) {
     auto m = unsorted<decltype(r)>(rows, cols, view, normalize);
-    const Triplets<decltype(r)> list(m, a, p, n, margin, smooth);
+    const Triplets<decltype(r)> list(a, p, n, margin, smooth);
     return triplets_backward(m, list, grad, violation, want_rows, want_cols);
   });
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
@@ -45,6 +47,9 @@ class MarginLoss(MetricLoss):
     paper = "Wu et al. 2017"
     pml = "MarginLoss"
 
+    #: β of the constructor, if it is not learned: written where the embeddings are, not copied there.
+    constant: float | None = None
+
     def __init__(
         self,
         margin: float = 0.2,
@@ -64,15 +69,23 @@ class MarginLoss(MetricLoss):
         beta = checks.number("beta", beta.item() if isinstance(beta, Tensor) and beta.numel() == 1 else beta)
         known = torch.full((num_classes or 1,), float(beta), dtype=None if learn_beta else torch.float64)
         self.beta: Tensor = nn.Parameter(known) if learn_beta else known  # a constant is kept to its last digit
+        if not learn_beta:
+            self.constant = beta
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "beta":  # somebody has another one
+            self.constant = None
 
     def _betas(self, batch: Batch) -> Tensor:
         """β of every anchor [B]."""
+        if len(self.beta) > 1:
+            labels = batch.known_labels()
+            checks.within("labels", labels, len(self.beta), f"classes of the {len(self.beta)} values of beta")
+        if self.constant is not None:
+            return batch.embeddings.new_full(batch.size[:1], self.constant, dtype=batch.dtype)
         beta = self.beta.to(batch.embeddings.device, batch.dtype)
-        if len(beta) == 1:
-            return beta.expand(batch.size[0])
-        labels = batch.known_labels()
-        checks.within("labels", labels, len(beta), f"classes of the {len(beta)} values of beta")
-        return beta[labels]
+        return beta.expand(batch.size[0]) if len(beta) == 1 else beta[labels]
 
     def _finish(self, total: Tensor, above: Tensor, triplets: Tensor, betas: Tensor) -> Tensor:
         """From each anchor's sum over its triplets, number of terms above 0, and number of triplets."""
