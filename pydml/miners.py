@@ -147,7 +147,7 @@ class Miner(WithRecords):
         self.reset_stats()
         batch = self._batch(embeddings, labels, ref_emb, ref_labels)
         batch.choose(backend)
-        with torch.no_grad(), torch.autocast(batch.embeddings.device.type, enabled=False):
+        with torch.no_grad(), ops.no_autocast(batch.embeddings.device):
             if 0 in batch.size:
                 found = self.nothing(batch)
             elif batch.backend == "dense":

@@ -23,9 +23,9 @@ Matrix<R> unsorted(const Tensor& rows, const OptionalTensor& cols, Text view, bo
 
 // Are the entries of a list places in [0, below)?
 bool within(const int64_t* index, int64_t n, int64_t below) {
-  uint64_t wrong = 0;
-  for (int64_t e = 0; e < n; ++e) wrong |= uint64_t(index[e]) >= uint64_t(below);
-  return !wrong;
+  uint64_t wrong = 0;  // the sign of a difference that must not be negative: every CPU has vectors for that
+  for (int64_t e = 0; e < n; ++e) wrong |= uint64_t(index[e]) | (uint64_t(below) - 1 - uint64_t(index[e]));
+  return !(wrong >> 63);
 }
 
 void check_within(const char* name, bool ok, int64_t below) {
@@ -69,7 +69,7 @@ R similarity(const Matrix<R>& m, int64_t i, int64_t j, std::vector<R>& x, std::v
   return near ? (m.row.size[i] + m.col.size[j] - d2) / 2 : s;
 }
 
-// out_ji = f(out_ji, in_ij) in squares that stay in the cache, for rows i and columns j < cols, or only for j > i.
+// out_ji = f(out_ji, in_ij, i) in squares that stay in the cache, for rows i and columns j < cols, or only for j > i.
 template <class R, class F>
 void transposed(const R* in, int64_t in_stride, R* out, int64_t out_stride, int rows, int cols, bool upper, F f) {
   constexpr int side = 16;
@@ -77,7 +77,7 @@ void transposed(const R* in, int64_t in_stride, R* out, int64_t out_stride, int 
     for (int j0 = upper ? i0 : 0; j0 < cols; j0 += side)
       for (int j = j0; j < std::min(j0 + side, cols); ++j)
         for (int i = i0, end = std::min(i0 + side, upper ? std::min(rows, j) : rows); i < end; ++i)
-          out[j * out_stride + i] = f(out[j * out_stride + i], in[i * in_stride + j]);
+          out[j * out_stride + i] = f(out[j * out_stride + i], in[i * in_stride + j], i);
 }
 
 // All similarities [rows, cols]; of a symmetric matrix half of the tiles are computed.
@@ -92,7 +92,7 @@ Tensor all_similarities(const Matrix<R>& m) {
     m.tile(i0, ni, j0, nj, w);
     for (int i = 0; i < ni; ++i) std::copy_n(w.u.data() + int64_t(i) * nj, nj, u + (i0 + i) * N + j0);
     if (!m.symmetric) return;
-    transposed(w.u.data(), nj, u + j0 * N + i0, N, ni, nj, i0 == j0, [](R, R s) { return s; });
+    transposed(w.u.data(), nj, u + j0 * N + i0, N, ni, nj, i0 == j0, [](R, R s, int) { return s; });
     for (int i = 0; i0 == j0 && i < ni; ++i) u[(i0 + i) * N + i0 + i] = similarity(m, i0 + i, i0 + i, w.x, w.y);
   });
   return out;
@@ -127,24 +127,54 @@ Tensor forward(const Tensor& rows, const OptionalTensor& cols, const Tensor& i, 
   return out;
 }
 
+// The end of the run of entries that are equal to the one at `begin`.
+int64_t run_end(const int64_t* row, int64_t begin, int64_t end) {
+  constexpr int64_t block = 16;
+  const int64_t own = row[begin];
+  for (; begin + block <= end; begin += block) {
+    int64_t other = 0;
+    for (int64_t e = 0; e < block; ++e) other |= row[begin + e] ^ own;
+    if (other) break;
+  }
+  while (begin < end && row[begin] == own) ++begin;
+  return begin;
+}
+
 // Call f(begin, end, owner) for every run of a list's entries of one row. The runs of a row are one thread's, in the
-// order of the list. Entries that are no rows raise.
-template <class F>
-void by_rows(const int64_t* row, int64_t n, int64_t rows, const F& f) {
-  const bool in_order = std::is_sorted(row, row + n);
-  if (in_order && n > 0)
-    check_within("i", within(row, 1, rows) && within(row + n - 1, 1, rows), rows);
-  else
-    check_within("i", row, n, rows);
+// order of the list. Entries that are no rows raise. Most lists are in the order of their rows, so that is what is
+// first believed, and looked at while they are read: where it was wrong, all is done again. `clear` is called first.
+template <class C, class F>
+void by_rows(const int64_t* row, int64_t n, int64_t rows, const C& clear, const F& f) {
   const int64_t owners = at::get_num_threads();
+  std::vector<int64_t> start(owners + 1, 0);  // entries before those of each thread, if they are in order
+  for (int64_t owner = 1; owner <= owners; ++owner) {
+    const int64_t* const from = row + start[owner - 1];
+    start[owner] = owner == owners ? n : std::lower_bound(from, row + n, rows * owner / owners) - row;
+  }
+  std::atomic<bool> in_order = true;
+  clear();
+  parallel(owners, [&](int64_t owner, int64_t) {
+    int64_t least = rows * owner / owners;
+    const int64_t below = rows * (owner + 1) / owners, end = start[owner + 1];
+    for (int64_t begin = start[owner]; begin < end;) {
+      if (row[begin] < least || row[begin] >= below) {
+        in_order = false;
+        return;
+      }
+      least = row[begin];
+      const int64_t next = run_end(row, begin, end);
+      f(begin, next, owner);
+      begin = next;
+    }
+  });
+  if (in_order) return;
+  check_within("i", row, n, rows);
+  clear();
   parallel(owners, [&](int64_t owner, int64_t) {
     const int64_t first = rows * owner / owners, last = rows * (owner + 1) / owners;
-    const int64_t *begin = row, *end = row + n;
-    if (in_order) begin = std::lower_bound(begin, end, first), end = std::lower_bound(begin, end, last);
-    while (begin < end) {
-      const int64_t* next = begin + 1;
-      while (next < end && *next == *begin) ++next;
-      if (*begin >= first && *begin < last) f(begin - row, next - row, owner);
+    for (int64_t begin = 0; begin < n;) {
+      const int64_t next = run_end(row, begin, n);
+      if (row[begin] >= first && row[begin] < last) f(begin, next, owner);
       begin = next;
     }
   });
@@ -153,19 +183,22 @@ void by_rows(const int64_t* row, int64_t n, int64_t rows, const F& f) {
 // dL/du of all pairs [rows, cols].
 template <class R>
 Tensor all_weights(const List& list, const R* g, int64_t rows, int64_t cols) {
-  Tensor out = at::zeros({rows, cols}, list.ti.options().dtype(type_of<R>()));
+  Tensor out = at::empty({rows, cols}, list.ti.options().dtype(type_of<R>()));
   R* const w = out.data_ptr<R>();
-  by_rows(list.i, list.n, rows, [&](int64_t begin, int64_t end, int64_t) {
-    R* const row = w + list.i[begin] * cols;
-    for (int64_t e = begin; e < end; ++e) row[list.j[e]] += g[e];
-  });
+  by_rows(
+      list.i, list.n, rows, [&] { out.zero_(); },
+      [&](int64_t begin, int64_t end, int64_t) {
+        R* const row = w + list.i[begin] * cols;
+        for (int64_t e = begin; e < end; ++e) row[list.j[e]] += g[e];
+      });
   return out;
 }
 
-// Carry dL/du of all pairs to the gradients.
+// Carry dL/du of all pairs to the gradients; with a factor for each row where there is `factors`.
 template <class R>
-void add_all(Matrix<R>& m, const Tensor& all) {
+void add_all(Matrix<R>& m, const Tensor& all, const OptionalTensor& factors = {}) {
   const R* const from = all.const_data_ptr<R>();
+  const R* const by = factors ? factors->const_data_ptr<R>() : nullptr;
   const int64_t N = m.n_cols;
   const bool distance = m.view == View::euclidean || m.view == View::squared;
   auto work = m.workspaces();
@@ -173,9 +206,20 @@ void add_all(Matrix<R>& m, const Tensor& all) {
   m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
     Workspace<R>& w = work[worker];
     R* const weight = folded[worker].data();
-    for (int i = 0; i < ni; ++i) std::copy_n(from + (i0 + i) * N + j0, nj, weight + int64_t(i) * nj);
-    if (m.symmetric && i0 != j0)  // the pair (j, i) counts with (i, j)
-      transposed(from + j0 * N + i0, N, weight, nj, nj, ni, false, [](R a, R b) { return a + b; });
+    for (int i = 0; i < ni; ++i) {
+      const R* const row = from + (i0 + i) * N + j0;
+      const R factor = by ? by[i0 + i] : R(1);
+      for (int j = 0; j < nj; ++j) weight[int64_t(i) * nj + j] = row[j] != 0 ? factor * row[j] : R(0);
+    }
+    if (m.symmetric && i0 != j0) {  // the pair (j, i) counts with (i, j)
+      const R* const there = from + j0 * N + i0;
+      if (by)
+        transposed(there, N, weight, nj, nj, ni, false, [&](R a, R b, int j) {
+          return b != 0 ? a + by[j0 + j] * b : a;  // an infinite factor is not one of pairs that are not listed
+        });
+      else
+        transposed(there, N, weight, nj, nj, ni, false, [](R a, R b, int) { return a + b; });
+    }
     for (int i = 0; m.symmetric && i0 == j0 && i < ni; ++i) {
       for (int j = 0; j < i; ++j) {
         weight[int64_t(j) * nj + i] += weight[int64_t(i) * nj + j];
@@ -259,19 +303,25 @@ struct Triplets {
                 tn.numel(), " entries, wanted as many of each");
   }
 
-  R loss(R v) const { return smooth ? Softplus(v) : Relu(v); }
   R slope(R v) const { return smooth ? Sigmoid(v) : v > 0 ? R(1) : R(0); }
 
-  // Call f(begin, end, owner) for the runs of each anchor. Places are looked at run by run, while they are in the cache
-  // for f too: a list of all triplets is larger than anything else here.
-  template <class F>
-  void by_anchors(const Matrix<R>& m, const F& f) const {
+  // The slopes of all pairs [rows, cols] take no more room than one number a triplet: the forward pass then leaves
+  // those behind, and the backward pass need not read the list, which is larger than anything else here.
+  bool keeps_slopes(const Matrix<R>& m) const { return number > 0 && number >= m.n_rows * m.n_cols; }
+
+  // Call f(begin, end, owner) for pieces of the list of one anchor. Their places are looked at while they are in the
+  // cache for f too.
+  template <class C, class F>
+  void by_anchors(const Matrix<R>& m, const C& clear, const F& f) const {
     std::atomic<bool> ok_p = true, ok_n = true;
-    by_rows(a, number, m.n_rows, [&](int64_t begin, int64_t end, int64_t owner) {
-      const bool run_p = within(p + begin, end - begin, m.n_cols), run_n = within(n + begin, end - begin, m.n_cols);
-      if (!run_p) ok_p = false;
-      if (!run_n) ok_n = false;
-      if (run_p && run_n) f(begin, end, owner);
+    by_rows(a, number, m.n_rows, clear, [&](int64_t begin, int64_t end, int64_t owner) {
+      for (int64_t e = begin; e < end; e += kPiece) {
+        const int64_t size = std::min<int64_t>(kPiece, end - e);
+        const bool piece_p = within(p + e, size, m.n_cols), piece_n = within(n + e, size, m.n_cols);
+        if (!piece_p) ok_p = false;
+        if (!piece_n) ok_n = false;
+        if (piece_p && piece_n) f(e, e + size, owner);
+      }
     });
     check_within("p", ok_p, m.n_cols);
     check_within("n", ok_n, m.n_cols);
@@ -281,60 +331,68 @@ struct Triplets {
 template <class R>
 std::tuple<Tensor, Tensor, Tensor> triplets_forward(const Matrix<R>& m, const Triplets<R>& list) {
   const auto options = m.row.x.options();
-  Tensor total = at::zeros({m.n_rows}, options), above = at::zeros({m.n_rows}, options);
-  Tensor violation = at::empty({list.number}, options);
-  R *const sums = total.data_ptr<R>(), *const numbers = above.data_ptr<R>(), *const v = violation.data_ptr<R>();
+  const bool slopes = list.keeps_slopes(m);
+  Tensor total = at::empty({m.n_rows}, options), above = at::empty({m.n_rows}, options);
+  // Slopes fill its beginning; nobody reads what is behind them.
+  Tensor kept = at::empty({list.number}, options);
+  R* const keep = kept.data_ptr<R>();
   const Tensor all = is_long(list.number, m.n_rows, m.n_cols) ? all_similarities(m) : Tensor();
   const R* const u = all.defined() ? all.const_data_ptr<R>() : nullptr;
-  const int64_t *const p = list.p, *const n = list.n;
+  std::vector<double> sums(m.n_rows), numbers(m.n_rows);
+  const auto clear = [&] {
+    std::fill(sums.begin(), sums.end(), 0.0);
+    std::fill(numbers.begin(), numbers.end(), 0.0);
+    if (slopes) kept.narrow(0, 0, m.n_rows * m.n_cols).zero_();
+  };
   std::vector<std::vector<R>> x(at::get_num_threads(), std::vector<R>(m.d)), y(x);
-  list.by_anchors(m, [&](int64_t begin, int64_t end, int64_t owner) {
+  list.by_anchors(m, clear, [&](int64_t begin, int64_t end, int64_t owner) {
     const int64_t a = list.a[begin];
-    if (u) {
-      const R* const row = u + a * m.n_cols;
-      for (int64_t e = begin; e < end; ++e) v[e] = row[n[e]] - row[p[e]] + list.margin;
-    } else {
-      for (int64_t e = begin; e < end; ++e)
-        v[e] = similarity(m, a, n[e], x[owner], y[owner]) - similarity(m, a, p[e], x[owner], y[owner]) + list.margin;
-    }
-    double sum = 0;
-    int64_t number = 0;
-    for (int64_t e = begin; e < end; ++e) {
-      const R loss = list.loss(v[e]);
-      sum += double(loss);
-      number += loss > 0;
-    }
-    sums[a] += R(sum);
-    numbers[a] += R(number);
+    Piece<R> piece{};
+    R violation[kPiece];
+    piece.p = list.p + begin, piece.n = list.n + begin, piece.number = int(end - begin);
+    piece.margin = list.margin, piece.smooth = list.smooth;
+    piece.violation = slopes ? violation : keep + begin;
+    if (u) piece.u = u + a * m.n_cols;
+    if (slopes) piece.slope = keep + a * m.n_cols;
+    for (int64_t e = begin; !u && e < end; ++e)
+      piece.violation[e - begin] = similarity(m, a, list.n[e], x[owner], y[owner]) -
+                                   similarity(m, a, list.p[e], x[owner], y[owner]) + list.margin;
+    m.k.triplets(piece);
+    sums[a] += piece.sum, numbers[a] += double(piece.above);
   });
+  std::copy(sums.begin(), sums.end(), total.data_ptr<R>());
+  std::copy(numbers.begin(), numbers.end(), above.data_ptr<R>());
   if (!m.finite) total.fill_(std::numeric_limits<double>::quiet_NaN());
-  return {total, above, violation};
+  return {total, above, kept};
 }
 
 template <class R>
 std::tuple<Tensor, Tensor> triplets_backward(Matrix<R>& m, const Triplets<R>& list, const Tensor& grad,
-                                             const Tensor& violation, bool want_rows, bool want_cols) {
-  TORCH_CHECK(grad.numel() == m.n_rows && violation.numel() == list.number, "grad, violation: got ", grad.numel(),
-              " and ", violation.numel(), " entries, wanted ", m.n_rows, " and ", list.number);
+                                             const Tensor& kept, bool want_rows, bool want_cols) {
+  TORCH_CHECK(grad.numel() == m.n_rows && kept.numel() == list.number, "grad, violation: got ", grad.numel(), " and ",
+              kept.numel(), " entries, wanted ", m.n_rows, " and ", list.number);
   m.start_gradient(want_rows, want_cols);
-  const Tensor cg = grad.contiguous(), cv = violation.contiguous();
-  const R *const g = cg.const_data_ptr<R>(), *const v = cv.const_data_ptr<R>();
+  const Tensor cg = grad.contiguous(), ck = kept.contiguous();
+  const R *const g = cg.const_data_ptr<R>(), *const v = ck.const_data_ptr<R>();
   const int64_t *const a = list.a, *const p = list.p, *const n = list.n;
-  if (is_long(list.number, m.n_rows, m.n_cols)) {
-    const Tensor all = at::zeros({m.n_rows, m.n_cols}, m.row.x.options());
+  if (list.keeps_slopes(m)) {
+    add_all(m, ck, cg);
+  } else if (is_long(list.number, m.n_rows, m.n_cols)) {
+    const Tensor all = at::empty({m.n_rows, m.n_cols}, m.row.x.options());
     R* const w = all.data_ptr<R>();
-    list.by_anchors(m, [&](int64_t begin, int64_t end, int64_t) {
-      R* const row = w + a[begin] * m.n_cols;
-      const R gradient = g[a[begin]];
-      R same = 0;  // of neighbours with the same positive: most lists have them together
-      for (int64_t e = begin; e < end; ++e) {
-        const R weight = gradient * list.slope(v[e]);
-        row[n[e]] += weight;
-        same += weight;
-        if (e + 1 == end || p[e + 1] != p[e]) row[p[e]] -= same, same = 0;
-      }
-    });
-    add_all(m, all);
+    list.by_anchors(
+        m, [&] { all.zero_(); },
+        [&](int64_t begin, int64_t end, int64_t) {
+          R* const row = w + a[begin] * m.n_cols;
+          R same = 0;  // of neighbours with the same positive: most lists have them together
+          for (int64_t e = begin; e < end; ++e) {
+            const R slope = list.slope(v[e]);
+            row[n[e]] += slope;
+            same += slope;
+            if (e + 1 == end || p[e + 1] != p[e]) row[p[e]] -= same, same = 0;
+          }
+        });
+    add_all(m, all, cg);
   } else {
     const List an(list.ta, list.tn, m.n_rows, m.n_cols), ap(list.ta, list.tp, m.n_rows, m.n_cols);
     std::vector<R> more(list.number), less(list.number);

@@ -537,6 +537,8 @@ void fill_kernels(Kernels<R>& k) {
   k.rank_forward = rank_forward<R>;
   k.triplet_forward = triplet_forward<R>;
   k.triplet_backward = triplet_backward<R>;
+  k.triplets = triplets<R>;
+  k.mark = mark<R>;
   k.best_below = best_below<R>;
 }
 

@@ -192,6 +192,68 @@ void triplet_backward(const Thresholds<R>& h) {
   h.smooth ? triplet_backward_with<R, true>(h) : triplet_backward_with<R, false>(h);
 }
 
+// Violations, losses and slopes of some listed triplets of one anchor. Most lists have those of one positive together,
+// and their negatives one after the other.
+template <class R, bool smooth>
+void triplets_with(Piece<R>& t) {
+  const int number = t.number;
+  const int64_t p0 = t.p[0], n0 = t.n[0];
+  int64_t other_p = 0, gaps = 0;
+#pragma omp simd reduction(| : other_p, gaps)
+  for (int e = 0; e < number; ++e) other_p |= t.p[e] ^ p0, gaps |= (t.n[e] - e) ^ n0;
+  R* const v = t.violation;
+  if (t.u) {
+    const R *const u = t.u, m = t.margin;
+    const int64_t *const p = t.p, *const n = t.n;
+    if (!other_p && !gaps) {
+      const R u_ap = u[p0], *const from = u + n0;
+#pragma omp simd
+      for (int e = 0; e < number; ++e) v[e] = from[e] - u_ap + m;
+    } else if (!other_p) {
+      const R u_ap = u[p0];
+#pragma omp simd
+      for (int e = 0; e < number; ++e) v[e] = u[n[e]] - u_ap + m;
+    } else {
+#pragma omp simd
+      for (int e = 0; e < number; ++e) v[e] = u[n[e]] - u[p[e]] + m;
+    }
+  }
+  double sum = 0;
+  int above = 0;
+#pragma omp simd reduction(+ : sum, above)
+  for (int e = 0; e < number; ++e) {
+    const R loss = triplet_loss<R, smooth>(v[e]);
+    sum += double(loss), above += loss > 0 ? 1 : 0;
+  }
+  t.sum = sum, t.above = above;
+  if (!t.slope) return;
+  R same = 0;  // of neighbours with the same positive
+  if (!other_p) {
+    R* const to = t.slope + n0;
+#pragma omp simd reduction(+ : same)
+    for (int e = 0; e < number; ++e) v[e] = triplet_slope<R, smooth>(v[e]), same += v[e];
+    if (gaps) {
+      for (int e = 0; e < number; ++e) t.slope[t.n[e]] += v[e];
+    } else {
+#pragma omp simd
+      for (int e = 0; e < number; ++e) to[e] += v[e];
+    }
+    t.slope[p0] -= same;
+    return;
+  }
+  for (int e = 0; e < number; ++e) {
+    const R slope = triplet_slope<R, smooth>(v[e]);
+    t.slope[t.n[e]] += slope;
+    same += slope;
+    if (e + 1 == number || t.p[e + 1] != t.p[e]) t.slope[t.p[e]] -= same, same = 0;
+  }
+}
+
+template <class R>
+void triplets(Piece<R>& t) {
+  t.smooth ? triplets_with<R, true>(t) : triplets_with<R, false>(t);
+}
+
 // The largest u below each threshold and where it is, ties to the smallest original column. Most tiles change nothing.
 template <class R>
 void best_below(const Thresholds<R>& h) {
@@ -225,4 +287,39 @@ void best_below(const Thresholds<R>& h) {
           best[j] = u[j];
         }
       });
+}
+template <class R, bool below>
+void mark_with(const Marks<R>& h) {
+  constexpr int words = Marks<R>::most / 32;
+  static constexpr uint32_t bit[32] = {1u,       1u << 1,  1u << 2,  1u << 3,  1u << 4,  1u << 5,  1u << 6,  1u << 7,
+                                       1u << 8,  1u << 9,  1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15,
+                                       1u << 16, 1u << 17, 1u << 18, 1u << 19, 1u << 20, 1u << 21, 1u << 22, 1u << 23,
+                                       1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29, 1u << 30, 1u << 31};
+  const Tile<R>& t = h.t;
+  for (int e = 0; e < t.ni * words; ++e) h.rows[e] = 0;
+  for (int e = 0; h.cut_j && e < words * t.nj; ++e) h.cols[e] = 0;
+  for (int i = 0; i < t.ni; ++i) {
+    const R *const u = t.u + i * t.ld, cut_i = h.cut_i[i];
+    uint32_t *const row = h.rows + i * words, *const column = h.cols + (i / 32) * t.nj;
+    const uint32_t own = bit[i % 32];
+    for_segments(t, i, [&](int begin, int end) {
+      for (int word = begin / 32; word * 32 < end; ++word) {
+        const int from = Max(begin - word * 32, 0), to = Min(end - word * 32, 32);
+        const R* const part = u + word * 32;
+        uint32_t found = 0;
+#pragma omp simd reduction(| : found)
+        for (int b = from; b < to; ++b) found |= (below ? part[b] < cut_i : part[b] > cut_i) ? bit[b] : 0u;
+        row[word] |= found;
+      }
+      if (!h.cut_j) return;
+      const R* const cut_j = h.cut_j;
+#pragma omp simd
+      for (int j = begin; j < end; ++j) column[j] |= (below ? u[j] < cut_j[j] : u[j] > cut_j[j]) ? own : 0u;
+    });
+  }
+}
+
+template <class R>
+void mark(const Marks<R>& h) {
+  h.below ? mark_with<R, true>(h) : mark_with<R, false>(h);
 }

@@ -501,17 +501,25 @@ void Matrix<R>::tile(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) co
       for (int64_t j = 0; j < wide; ++j) k.dot(x, col.row(first + j, w.y.data()), d, out + i * wide + j);
     }
   } else {
-    // BLAS has other kernels for the smallest products, with other bits: they are cut out of larger ones
-    const int64_t least = ties == Ties::exact ? 16 : 1;
+    // BLAS has other kernels for the smallest products, with other bits: they are cut out of larger ones. Those of a
+    // symmetric matrix are so large that some of the classes that follow are in them too.
+    const int64_t least = ties != Ties::exact ? 1 : symmetric ? 32 : 16;
     const int64_t mi = std::max<int64_t>(ni, std::min(least, row.n())), mj = std::max(wide, std::min(least, col.n()));
     const int64_t i1 = std::min(i0, row.n() - mi), j1 = std::min(first, col.n() - mj);
     const bool cut = mi > ni || mj > wide;
-    if (cut) w.window.resize(mi * mj);
-    at::Tensor s = wrap(cut ? w.window.data() : out, mi, mj);
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    at::mm_out(s, row.x.narrow(0, i1, mi), col.span(j1, mj, w).t());
-    for (int i = 0; cut && i < ni; ++i)
-      std::copy_n(w.window.data() + (i0 - i1 + i) * mj + (first - j1), wide, out + i * wide);
+    const bool there = cut && i0 >= w.window_i && i0 + ni <= w.window_i + w.window_rows && first >= w.window_j &&
+                       first + wide <= w.window_j + w.window_cols;
+    if (!there) {
+      if (cut) {
+        w.window.resize(mi * mj);
+        w.window_i = i1, w.window_j = j1, w.window_rows = mi, w.window_cols = mj;
+      }
+      at::Tensor s = wrap(cut ? w.window.data() : out, mi, mj);
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      at::mm_out(s, row.x.narrow(0, i1, mi), col.span(j1, mj, w).t());
+    }
+    const R* from = w.window.data() + (i0 - w.window_i) * w.window_cols + (first - w.window_j);
+    for (int i = 0; cut && i < ni; ++i) std::copy_n(from + i * w.window_cols, wide, out + i * wide);
   }
   const R* scale = dots ? nullptr : col.late_scale(first);
   w.near.clear();

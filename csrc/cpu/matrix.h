@@ -63,9 +63,11 @@ inline int64_t block_size(int64_t n) { return n >= 1024 ? 256 : n >= 512 ? 128 :
 // What one thread works in.
 template <class R>
 struct Workspace {
-  std::vector<R> u;    // [ni, nj] the tile
-  std::vector<R> raw;  // [ni, nj·pool] its columns before pooling
-  std::vector<R> window, kept, scratch, x, y;
+  std::vector<R> u;       // [ni, nj] the tile
+  std::vector<R> raw;     // [ni, nj·pool] its columns before pooling
+  std::vector<R> window;  // the last product that a small tile was cut out of
+  int64_t window_i = 0, window_j = 0, window_rows = 0, window_cols = 0;
+  std::vector<R> kept, scratch, x, y;
   std::vector<R> gathered;  // [gathered_rows, d] unit columns from gathered_first on
   int64_t gathered_first = 0, gathered_rows = 0;
   std::vector<int> skip0, skip1, left;

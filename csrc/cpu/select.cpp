@@ -1,6 +1,4 @@
 // The select engine: which pairs a miner or a selecting loss keeps. Indices only, no gradient.
-#include <cstring>
-
 #include "cpu/engine.h"
 #include "losses.h"
 
@@ -30,23 +28,30 @@ Extreme<R> among_positives(const Matrix<R>& m, std::vector<Workspace<R>>& work, 
 
 // Among negatives: sign·u largest, only those with u below `ceiling` (with sign 1).
 template <class R>
-Extreme<R> among_negatives(const Matrix<R>& m, std::vector<Workspace<R>>& work, R sign, const std::vector<R>* ceiling) {
-  const int64_t n = m.n_rows;
-  Extreme<R> best(n);
-  const std::vector<R> unlimited(n, std::numeric_limits<R>::infinity());
-  const R* limit = ceiling ? ceiling->data() : unlimited.data();
-  std::vector<int64_t> names(m.n_cols);
-  for (int64_t j = 0; j < m.n_cols; ++j) names[j] = m.col.place(j);
-  const std::vector<int> one(m.T, 1);
-  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
-    Workspace<R>& w = work[worker];
-    m.tile(i0, ni, j0, nj, w);
-    m.negatives(i0, ni, j0, nj, w);
-    if (sign < 0)
-      for (int64_t e = 0; e < int64_t(ni) * nj; ++e) w.u[e] = -w.u[e];
+struct AmongNegatives {
+  const Matrix<R>& m;
+  const R* const ceiling;
+  Extreme<R> best;
+  std::vector<R> unlimited;
+  std::vector<int64_t> names;
+  const std::vector<int> one;
+
+  AmongNegatives(const Matrix<R>& matrix, const std::vector<R>* limit)
+      : m(matrix),
+        ceiling(limit ? limit->data() : nullptr),
+        best(m.n_rows),
+        unlimited(limit ? 0 : m.n_rows, std::numeric_limits<R>::infinity()),
+        names(m.n_cols),
+        one(m.T, 1) {
+    for (int64_t j = 0; j < m.n_cols; ++j) names[j] = m.col.place(j);
+  }
+
+  // With those of a tile that stands in w, sign·u in place of u.
+  void offer(int64_t i0, int ni, int64_t j0, int nj, Workspace<R>& w) {
+    const R* const limit = ceiling ? ceiling : unlimited.data();
     Thresholds<R> h{};
     h.t = bare_tile(m, ni, nj, w);
-    h.stride = n, h.most_j = 1, h.n_i = one.data();
+    h.stride = m.n_rows, h.most_j = 1, h.n_i = one.data();
     h.value_i = limit + i0, h.best_i = best.u.data() + i0, h.where_i = best.where.data() + i0;
     h.name_j = names.data() + j0;
     if (m.symmetric) {
@@ -54,8 +59,21 @@ Extreme<R> among_negatives(const Matrix<R>& m, std::vector<Workspace<R>>& work, 
       h.name_i = names.data() + i0;
     }
     m.k.best_below(h);
+  }
+};
+
+template <class R>
+Extreme<R> among_negatives(const Matrix<R>& m, std::vector<Workspace<R>>& work, R sign, const std::vector<R>* ceiling) {
+  AmongNegatives<R> among(m, ceiling);
+  m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    Workspace<R>& w = work[worker];
+    m.tile(i0, ni, j0, nj, w);
+    m.negatives(i0, ni, j0, nj, w);
+    if (sign < 0)
+      for (int64_t e = 0; e < int64_t(ni) * nj; ++e) w.u[e] = -w.u[e];
+    among.offer(i0, ni, j0, nj, w);
   });
-  return best;
+  return std::move(among.best);
 }
 
 template <class R>
@@ -245,60 +263,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_mined(const Tensor& rows, const O
   auto work = m.workspaces();
   constexpr R inf = std::numeric_limits<R>::infinity();
   std::vector<R> below(m.n_rows, inf), above(m.n_rows, -inf);
-  if (epsilon) {
-    const Extreme<R> least = among_positives<R>(m, work, -1, nullptr), most = among_negatives<R>(m, work, 1, nullptr);
-    for (int64_t i = 0; i < m.n_rows; ++i) {
-      below[i] = most.where[i] < 0 ? -inf : most.u[i] + R(*epsilon);
-      above[i] = least.where[i] < 0 ? inf : -least.u[i] - R(*epsilon);
-    }
-  }
   Found positives(work.size()), negatives(work.size());
-  static_assert(64 * Found::kWords == 256, "a tile is at most so wide");
-  struct Scratch {
-    std::vector<uint64_t> columns;  // [words, nj] of the tile's columns: their rows, one bit each
-    alignas(8) uint8_t kept[64 * Found::kWords];
-  };
-  std::vector<Scratch> scratch(work.size());
-  auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, auto keep, const std::vector<R>& cut, Found& found,
+  static_assert(64 * Found::kWords == Marks<R>::most && Marks<R>::most == 256, "a tile is at most so wide");
+  constexpr int words = Marks<R>::most / 32;
+  std::vector<std::vector<uint32_t>> marks(work.size(), std::vector<uint32_t>(size_t(2 * words) * m.T));
+  auto collect = [&](int64_t i0, int ni, int64_t j0, int nj, bool under, const std::vector<R>& cut, Found& found,
                      int64_t worker) {
-    const Workspace<R>& w = work[worker];
-    const R* const cut_j = m.symmetric ? cut.data() + j0 : nullptr;
-    Scratch& s = scratch[worker];
-    uint8_t* const kept = s.kept;
-    if (cut_j) s.columns.assign(size_t(Found::kWords) * nj, 0);
-    for (int i = 0; i < ni; ++i) {
-      const R *u = w.u.data() + int64_t(i) * nj, cut_i = cut[i0 + i];
-      uint64_t* const column = s.columns.data() + int64_t(i >> 6) * nj;
-      const uint64_t bit = uint64_t(1) << (i & 63);
-      uint64_t in_row[Found::kWords] = {};
-      std::fill_n(kept, sizeof(s.kept), uint8_t(0));
-      for (int part = 0; part < 2; ++part) {
-        const int begin = part ? w.skip1[i] : 0, end = part ? nj : w.skip0[i];
-        for (int j = begin; j < end; ++j) kept[j] = keep(u[j], cut_i);
-        for (int j = begin; cut_j && j < end; ++j) column[j] |= keep(u[j], cut_j[j]) ? bit : 0;
-      }
-      for (int byte = 0; byte < 8 * Found::kWords; ++byte) {  // eight bytes of 0 or 1 to eight bits
-        uint64_t eight;
-        std::memcpy(&eight, kept + 8 * byte, 8);
-        in_row[byte >> 3] |= (eight * 0x0102040810204080ULL >> 56) << (8 * (byte & 7));
-      }
-      found.add(worker, i0 + i, j0, in_row);
-    }
-    for (int j = 0; cut_j && j < nj; ++j) {
-      uint64_t in_column[Found::kWords];
-      for (int word = 0; word < Found::kWords; ++word) in_column[word] = s.columns[int64_t(word) * nj + j];
-      found.add(worker, j0 + j, i0, in_column);
-    }
+    Marks<R> h{};
+    h.t = bare_tile(m, ni, nj, work[worker]);
+    h.cut_i = cut.data() + i0, h.cut_j = m.symmetric ? cut.data() + j0 : nullptr;
+    h.below = under, h.rows = marks[worker].data(), h.cols = h.rows + words * m.T;
+    m.k.mark(h);
+    auto add = [&](int64_t row, int64_t first, const uint32_t* bits, int64_t step) {
+      uint64_t wide[Found::kWords];
+      for (int w = 0; w < Found::kWords; ++w)
+        wide[w] = uint64_t(bits[2 * w * step]) | uint64_t(bits[(2 * w + 1) * step]) << 32;
+      found.add(worker, row, first, wide);
+    };
+    for (int i = 0; i < ni; ++i) add(i0 + i, j0, h.rows + i * words, 1);
+    for (int j = 0; h.cut_j && j < nj; ++j) add(j0 + j, i0, h.cols + j, nj);
   };
-  m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
-    m.tile(i0, ni, j0, nj, work[worker]);
-    m.positives(i0, ni, j0, nj, work[worker]);
-    collect(i0, ni, j0, nj, [](R u, R cut) { return u < cut; }, below, positives, worker);
-  });
+  // The least similar positive is the cut of negatives, so that one pass over all pairs finds those and the most
+  // similar negative, which is the cut of positives.
+  if (epsilon) {
+    const Extreme<R> least = among_positives<R>(m, work, -1, nullptr);
+    for (int64_t i = 0; i < m.n_rows; ++i) above[i] = least.where[i] < 0 ? inf : -least.u[i] - R(*epsilon);
+  }
+  AmongNegatives<R> most(m, nullptr);
   m.for_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
     m.tile(i0, ni, j0, nj, work[worker]);
     m.negatives(i0, ni, j0, nj, work[worker]);
-    collect(i0, ni, j0, nj, [](R u, R cut) { return u > cut; }, above, negatives, worker);
+    if (epsilon) most.offer(i0, ni, j0, nj, work[worker]);
+    collect(i0, ni, j0, nj, false, above, negatives, worker);
+  });
+  for (int64_t i = 0; epsilon && i < m.n_rows; ++i)
+    below[i] = most.best.where[i] < 0 ? -inf : most.best.u[i] + R(*epsilon);
+  m.for_class_tiles([&](int64_t i0, int ni, int64_t j0, int nj, int64_t worker) {
+    m.tile(i0, ni, j0, nj, work[worker]);
+    m.positives(i0, ni, j0, nj, work[worker]);
+    collect(i0, ni, j0, nj, true, below, positives, worker);
   });
   const auto [a1, p] = positives.sorted(m, row_labels);
   const auto [a2, n] = negatives.sorted(m, row_labels);

@@ -88,6 +88,31 @@ struct Thresholds {
   R* scratch;                                 // [2·nj]
 };
 
+// Which pairs of a tile lie above the cut of their row, and of their column: one bit each. `below`: under the cut.
+template <class R>
+struct Marks {
+  Tile<R> t;
+  const R *cut_i, *cut_j;  // cut_j null: columns are not asked for
+  bool below;
+  uint32_t *rows, *cols;  // [ni, most / 32] and [most / 32, nj], where a tile has at most so many rows and columns
+  static constexpr int most = 256;
+};
+
+// Some listed triplets of one anchor: places of their positives and negatives among the anchor's similarities.
+constexpr int kPiece = 256;
+template <class R>
+struct Piece {
+  const int64_t *p, *n;
+  int number;    // up to kPiece
+  const R* u;    // of the anchor and all columns; null: the violations are there already
+  R* violation;  // [number] u_an - u_ap + margin
+  R* slope;      // of the anchor's pairs: what the triplets add to them; null: not wanted
+  R margin;
+  bool smooth;
+  double sum;  // of the losses
+  int above;   // how many of them are above 0
+};
+
 // Kernels of one policy and one side, for one instruction set.
 template <class R>
 struct PairKernels {
@@ -120,6 +145,8 @@ struct Kernels {
   void (*triplet_forward)(const Thresholds<R>&);
   void (*triplet_backward)(const Thresholds<R>&);
   void (*best_below)(const Thresholds<R>&);
+  void (*mark)(const Marks<R>&);
+  void (*triplets)(Piece<R>&);
   void (*unpool)(R* u, int64_t ld, int ni, int nj, int k, R sharpness, const R* pooled, const R* w);
 };
 

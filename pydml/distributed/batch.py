@@ -150,7 +150,7 @@ class ShardedBatch(Batch):
         listed: bool = True,
     ) -> Tensor:
         if listed and self.pairs is not None:
-            return self._listed_stats(policy, params, row_field, col_field)
+            return self.listed_stats(policy, params, row_field)[0]
         self.prepare(policy, epsilon)
         shards, sides, thresholds = self._shards, self._sides(), None
         if epsilon is not None:

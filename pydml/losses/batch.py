@@ -212,7 +212,8 @@ class Batch:
     ) -> Tensor:
         """Row statistics [B, K] of a policy: by the pair engine, or of the listed pairs where there is a tuple."""
         if listed and self.pairs is not None:
-            return self._listed_stats(policy, params, row_field, col_field)
+            assert col_field is None
+            return self.listed_stats(policy, params, row_field)[0]
         self.prepare(policy, epsilon)
         labels = self.known_labels()
         return pair_stats(
@@ -221,16 +222,18 @@ class Batch:
             backend=self.backend,
         )  # fmt: skip
 
-    def _listed_stats(
-        self, policy: str, params: list[float], row_field: Tensor | None, col_field: Tensor | None
-    ) -> Tensor:
-        assert self.pairs is not None and col_field is None
+    def listed_stats(
+        self, policy: str, params: list[float], row_field: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Row statistics of the tuple's pairs, and u of its positive and negative pairs, which they are made of."""
+        assert self.pairs is not None
         self.prepare(policy)
         a1, p, a2, n = self.pairs
         field = None if row_field is None else row_field.detach()
         options = policy, [float(x) for x in params], self.size[0], self.backend
-        stats: Tensor = ops.listed(*self.dots_of((a1, p), (a2, n)), a1, a2, field, *options)
-        return stats
+        positive, negative = self.dots_of((a1, p), (a2, n))
+        stats: Tensor = ops.listed(positive, negative, a1, a2, field, *options)
+        return stats, positive, negative
 
     def dots(self, i: Tensor, j: Tensor) -> Tensor:
         """u of listed pairs."""

@@ -68,7 +68,11 @@ class ContrastiveLoss(MetricLoss):
         if self.reduction == "anchor":  # PML's reducer counts a pair that occurs twice once
             batch.unique_pairs()
         margins = [self.oriented(self.pos_margin), self.oriented(self.neg_margin)]
-        positive, above_pos, negative, above_neg = batch.stats("hinge", margins).unbind(1)
+        stats = batch.stats("hinge", margins)
+        if self.reduction == self.denominator == "nonzero":  # both sides at once: a small batch feels every operation
+            total, above = stats.sum(0).view(2, 2).unbind(1)
+            return (total / above.detach().clamp_min(1)).sum()
+        positive, above_pos, negative, above_neg = stats.unbind(1)
         counted = self.reduction in ("mean", "anchor") or self.denominator == "pairs"
         n_pos, n_neg = batch.counts if counted else (above_pos, above_neg)  # a long tuple takes a while to count
         return self._average(positive, above_pos, n_pos) + self._average(negative, above_neg, n_neg)

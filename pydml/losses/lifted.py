@@ -12,7 +12,7 @@ from pydml.losses.base import Common, MetricLoss, Value
 from pydml.losses.batch import Batch, Dense, logaddexp, lse, zero_if_empty
 from pydml.losses.multi_similarity import mining_epsilon
 from pydml.reducers import elements
-from pydml.sums import add_at
+from pydml.sums import add_at, add_at_
 
 
 class LiftedStructureLoss(MetricLoss):
@@ -44,22 +44,50 @@ class LiftedStructureLoss(MetricLoss):
             return torch.ones_like(above)
         return (1 / (above if self.reduction == "nonzero" else pairs).sum().clamp_min(1)).expand(len(pairs))
 
-    def _pair_losses(self, e: Tensor, a: Tensor, p: Tensor, u: Tensor) -> Tensor:
-        """½[·]₊² of listed pairs from e_i = LSE over the negatives of row i; the two ends of a pair may be one row."""
+    def _ends(self, e: Tensor, a: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """e of both ends of listed pairs, which may be one row; a column that is no row has none."""
         rows = len(e)
-        other = torch.where((p < rows) & (p != a), e[p.clamp_max(rows - 1)], -torch.inf)
-        # PML: a pair with no negative at either end has a sum of 0
-        j = relu(zero_if_empty(logaddexp(e[a], other)) + self.oriented(self.pos_margin) - u)
-        return 0.5 * j * j
+        return e[a], torch.where((p < rows) & (p != a), e[p.clamp_max(rows - 1)], -torch.inf)
 
-    def _listed(self, losses: Tensor, a: Tensor, rows: int) -> Tensor:
-        nothing = losses.new_zeros(rows)
-        above, pairs = (add_at(nothing, a, x.to(losses.dtype)) for x in (losses > 0, torch.ones_like(losses)))
-        return (self._weights(above, pairs)[a] * losses).sum()
+    def _hinges(self, both: Tensor, u: Tensor) -> Tensor:
+        """[·]₊ of listed pairs, whose loss is half the square, from the log-sum-exp over the negatives of both ends."""
+        # PML: a pair with no negative at either end has a sum of 0
+        return relu(zero_if_empty(both) + self.oriented(self.pos_margin) - u)
+
+    def _listed(self, hinges: Tensor, a: Tensor, rows: int) -> Tensor:
+        """What each of the listed pairs counts in the average."""
+        if self.reduction == "mean":
+            return hinges.new_full((), 1 / max(len(a), 1))
+        nothing = hinges.new_zeros(rows)
+        above, pairs = (add_at(nothing, a, x.to(hinges.dtype)) for x in (hinges > 0, torch.ones_like(hinges)))
+        return self._weights(above, pairs)[a]
+
+    def _by_hand(self, e: Tensor, a: Tensor, p: Tensor, u: Tensor) -> Tensor:
+        """The loss of listed pairs with its derivatives beside it: autograd's way through it takes twice as long."""
+        known, value = e.detach(), u.detach()
+        own, other = self._ends(known, a, p)
+        both = torch.logaddexp(own, other)
+        hinges = self._hinges(both, value)
+        push = self._listed(hinges, a, len(e)) * hinges
+        empty = torch.isneginf(both)
+        shares = (torch.where(empty, 0, push * torch.exp(end - both)) for end in (own, other))
+        slope = torch.zeros_like(known)
+        for at, share in zip((a, p.clamp_max(len(e) - 1)), shares, strict=True):
+            slope = add_at_(slope, at, share)
+        loss = (0.5 * push * hinges).sum()
+        # 0 with the slopes as its gradient
+        return loss + (slope * (zero_if_empty(e) - zero_if_empty(known))).sum() - (push * (u - value)).sum()
 
     def fused(self, batch: Batch) -> Tensor:
-        e = batch.stats("exponential", [0.0, 0.0, 1.0, self.oriented(self.neg_margin)])[:, 1]
-        if batch.pairs is None and batch.ref is None:
+        params = [0.0, 0.0, 1.0, self.oriented(self.neg_margin)]
+        if batch.pairs is not None:
+            a, p, a2, _ = batch.pairs
+            if not len(a) or not len(a2):
+                return batch.zero()
+            stats, u, _ = batch.listed_stats("exponential", params)
+            return self._by_hand(stats[:, 1], a, p, u)
+        e = batch.stats("exponential", params)[:, 1]
+        if batch.ref is None:
             # e enters the positive pairs as a number; the same pass sums its derivative, which is joined on here. Row i
             # meets the pair (i, j) twice, in row i and in row j, with equal weights: they have equally many positives.
             known, params = e.detach(), [self.oriented(self.pos_margin)]
@@ -67,13 +95,8 @@ class LiftedStructureLoss(MetricLoss):
             weights = self._weights(above, batch.counts[0].to(e.dtype))
             e = zero_if_empty(e)
             return (weights * (total + 2 * slope.detach() * (e - e.detach()))).sum()
-        if batch.pairs is not None:
-            a, p, a2, _ = batch.pairs
-            if not len(a) or not len(a2):
-                return batch.zero()
-        else:
-            a, _, p = batch.positive_pairs()
-        loss = self._listed(self._pair_losses(e, a, p, batch.dots(a, p)), a, len(e))
+        a, _, p = batch.positive_pairs()
+        loss = self._by_hand(e, a, p, batch.dots(a, p))
         return torch.where(torch.isneginf(e).all(), 0 * loss, loss)  # no negatives, no loss
 
     def dense(self, batch: Dense) -> Value:
@@ -81,8 +104,11 @@ class LiftedStructureLoss(MetricLoss):
         if not len(a) or not len(a2):
             return self.reduce(batch.batch.zeros()[:0]) if self.listing else batch.batch.zero()
         e = lse(batch.u - self.oriented(self.neg_margin), batch.neg)
-        losses = self._pair_losses(e, a, p, batch.u[a, p])
-        return {"loss": elements(losses, (a, p), "pos_pair")} if self.listing else self._listed(losses, a, len(e))
+        hinges = self._hinges(logaddexp(*self._ends(e, a, p)), batch.u[a, p])
+        losses = 0.5 * hinges * hinges
+        if self.listing:
+            return {"loss": elements(losses, (a, p), "pos_pair")}
+        return (self._listed(hinges, a, len(e)) * losses).sum()
 
 
 class GeneralizedLiftedStructureLoss(MetricLoss):
