@@ -1,8 +1,10 @@
 """Make Triton's interpreter honest: bf16 and TF32 round as on a GPU, and memory is watched.
 
 As it comes (3.7.1), the interpreter holds bf16 as raw bits, so that products and sums of it are garbage; it truncates
-fp32 to bf16 where hardware rounds; it does not round TF32; and reads or writes outside of a tensor pass silently. Here
-the first three are mended, and :class:`Memory` raises on the last, and on what one program writes and another touches.
+fp32 to bf16 where hardware rounds; it does not round TF32; its products are numpy's, which on some CPUs give equal
+columns different bits, where a GPU adds every element's products in one order; and reads or writes outside of a tensor
+pass silently. Here all but the last are mended, and :class:`Memory` raises on that one, and on what one program writes
+and another touches.
 """
 
 from __future__ import annotations
@@ -40,19 +42,22 @@ def install() -> None:
     if getattr(InterpreterBuilder, "honest", False):
         return
     InterpreterBuilder.honest = True
-    create_dot, cast_impl = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    cast_impl = InterpreterBuilder.cast_impl
     binary_op, unary_op = InterpreterBuilder.binary_op, InterpreterBuilder.unary_op
 
-    def operand(handle: TensorHandle, precision: Any) -> TensorHandle:
+    def operand(handle: TensorHandle, precision: Any) -> np.ndarray:
+        """As the product reads it, in fp64: what is rounded from there has the same bits in every column."""
+        data = handle.data
         if handle.dtype.scalar == tl.bfloat16:
-            return TensorHandle(bf16_to_fp32(handle.data), tl.float32)
+            data = bf16_to_fp32(data)
         name = str(precision).upper()
         if handle.dtype.scalar == tl.float32 and "TF32" in name and "X3" not in name:
-            return TensorHandle(cut_tf32(handle.data), tl.float32)
-        return handle
+            data = cut_tf32(data)
+        return data.astype(np.float64)
 
     def dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, *rest: Any) -> Any:
-        return create_dot(self, operand(a, precision), operand(b, precision), d, precision, *rest)
+        product = np.matmul(operand(a, precision), operand(b, precision)).astype(d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
 
     def cast(self: Any, source: TensorHandle, target: Any) -> Any:
         before, after = source.dtype.scalar, target.scalar

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pydml.policy import POLICIES
 from pydml.tiled.pair import keep, mine
-from pydml.tiled.sides import Matrix, Tile
+from pydml.tiled.sides import Matrix, Tile, twins
 
 
 def _extreme(u: Tensor, member: Tensor, largest: bool) -> Tensor:
@@ -67,7 +67,10 @@ def extremes_up_to(
     """The most similar positive with u ≤ limit and the most similar negative, semi-hard: with u ≤ that positive's."""
     m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
     p, n = row_labels.new_full((len(rows),), -1), row_labels.new_full((len(rows),), -1)
+    first = twins(m.col.x) if semihard else None
     for tile in m.tiles():
+        if first is not None:  # a negative that equals the positive ties with it, whatever bits the product gave them
+            tile.u = tile.u[:, first]
         p[tile.rows] = best = _extreme(tile.u, tile.same & (tile.u <= limit), largest=True)
         member = tile.diff & (tile.u <= _at(tile.u, best, -torch.inf)) if semihard else tile.diff
         n[tile.rows] = _extreme(tile.u, member, largest=True)
