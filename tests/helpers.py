@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,22 +30,37 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @dataclass(frozen=True)
 class Golden:
-    """One file of ``golden/``; its README says what the keys mean."""
+    """One vector of ``golden/``; its README says what the keys mean."""
 
     name: str
     arrays: dict[str, np.ndarray]
     meta: dict[str, Any]
 
 
+@functools.cache
+def _golden() -> dict[str, Path]:
+    """Which file has a vector, by the vector's name."""
+    files = {path: zipfile.ZipFile(path).namelist() for path in sorted(GOLDEN.glob("*.npz"))}
+    return {key.partition("/")[0]: path for path, keys in files.items() for key in keys}
+
+
 def golden_names() -> list[str]:
-    return sorted(path.stem for path in GOLDEN.glob("*.npz"))
+    return sorted(_golden())
 
 
 @functools.cache
+def golden_file(path: Path) -> dict[str, Golden]:
+    """All vectors of one file, by name: a file is read once and closed."""
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    with np.load(path, allow_pickle=False) as file:
+        for key in file.files:
+            name, _, array = key.partition("/")
+            arrays.setdefault(name, {})[array] = file[key]
+    return {name: Golden(name, of, json.loads(str(of.pop("meta")))) for name, of in arrays.items()}
+
+
 def golden(name: str) -> Golden:
-    with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
-        arrays = {key: file[key] for key in file.files if key != "meta"}
-        return Golden(name, arrays, json.loads(str(file["meta"])))
+    return golden_file(_golden()[name])[name]
 
 
 def check_golden(case: Golden, backend: str, dtype: torch.dtype, rtol: float) -> None:
