@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 from pathlib import Path
@@ -53,6 +54,13 @@ def place(device: str) -> tuple[int, int, torch.device]:
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        # A group whose threads still run when the interpreter is taken down can abort the process.
+        atexit.register(_leave)
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size(), torch.device(device)
     return 0, 1, torch.device(device)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
