@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -233,7 +234,7 @@ def deterministic() -> bool:
 
 
 def kernel(backend: str, engine: str) -> Kernel:
-    """The function of ``backend`` that runs ``engine`` (an op's name)."""
+    """The function of ``backend`` that runs ``engine`` (an op's name); it takes what :mod:`pydml.declared` declares."""
     _load(backend)
     try:
         return _tables[backend][engine]
@@ -242,3 +243,63 @@ def kernel(backend: str, engine: str) -> Kernel:
             f"backend: {backend!r} has no {engine!r} engine; "
             f"it has {', '.join(sorted(_tables.get(backend, {}))) or 'none'}"
         ) from None
+
+
+def runs_on(backend: str, call: Any) -> tuple[str, str | None]:
+    """The backend that runs a call, and why that is ``tiled`` where another was chosen: its kernels do not take it."""
+    _load(backend)
+    yields = _tables.get(backend, {}).get("yields")
+    why = None if yields is None else yields(call)
+    return ("tiled", why) if why else (backend, None)
+
+
+def saved_size(backend: str, call: Any) -> int:
+    """How much the kernel of a call keeps for its backward: bytes, tiles, or what else the declaration counts."""
+    return int(kernel(runs_on(backend, call)[0], f"{call.op}_saved")(call))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One kernel call: the op, the backend that ran it, rows and columns; what was chosen and why it is another."""
+
+    op: str
+    backend: str
+    shape: tuple[int, int]
+    chosen: str
+    why: str | None
+
+
+#: What :func:`recording` blocks have seen; for the whole process, because a backward pass runs in threads of its own.
+_recordings: list[list[Ran]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Ran]]:
+    """List the kernels that run inside the block.
+
+    >>> with pydml.recording() as calls:
+    ...     loss = pydml.losses.MultiSimilarityLoss()(torch.randn(8, 2), torch.arange(8) // 4, backend="tiled")
+    >>> [(ran.op, ran.backend, ran.shape) for ran in calls]
+    [('pair', 'tiled', (8, 8))]
+    """
+    calls: list[Ran] = []
+    _recordings.append(calls)
+    try:
+        yield calls
+    finally:
+        _recordings[:] = [other for other in _recordings if other is not calls]
+
+
+def run_kernel(received: Any, backend: str) -> Any:
+    """Run the kernel of a declared call, or of its backward, on the backend or, with a warning, where it yields to."""
+    call = getattr(received, "call", received)
+    engine = call.op if received is call else f"{call.op}_backward"
+    taken, why = runs_on(backend, call)
+    if why:
+        _warn_once(f"{call.op}: {why}; it runs on 'tiled' instead of {backend!r}, which is slower")
+    if _recordings:
+        rows, cols = (getattr(call, side) for side in call.sides[:2])
+        shape = len(rows), len(rows if cols is None else cols)
+        for calls in _recordings:
+            calls.append(Ran(engine, taken, shape, backend, why))
+    return kernel(taken, engine)(received)

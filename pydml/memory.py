@@ -6,7 +6,6 @@ The batch is one side of the matrix and the memory the other; neither B×M simil
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor
 
 from pydml import checks, ops
-from pydml.among import KNOWING, among, knowing
 from pydml.backends import kernel
+from pydml.declared import Mined
 from pydml.losses.base import MetricLoss
-from pydml.losses.batch import Batch, logaddexp
+from pydml.losses.batch import Batch
 from pydml.losses.nca import NCALoss
-from pydml.policy import POLICIES, LogSumExp
 from pydml.records import WithRecords
 from pydml.tuples import Distinct, is_distinct
 
@@ -223,7 +221,8 @@ class CrossBatchMemory(WithRecords):
         if self.miner is not None:
             found: Indices = self.miner(z, y, memory, labels)
         else:
-            found = kernel("tiled", "mined")(z.detach(), memory, y, labels, None, "dot", True)
+            matrix = {"rows": z.detach(), "cols": memory, "row_labels": y, "col_labels": labels}
+            found = kernel("tiled", "mined")(Mined(**matrix, epsilon=None, view="dot", normalize=True))
         if selves is not None:
             size = len(z), len(memory)
             known = is_distinct(found, size)
@@ -267,78 +266,3 @@ class MemoryBatch(Batch):
 
     def self_columns(self) -> Tensor:
         return (super().self_columns() + self.start) % self.size[1]
-
-    def stats(
-        self,
-        policy: str,
-        params: list[float],
-        *,
-        epsilon: float | None = None,
-        row_field: Tensor | None = None,
-        col_field: Tensor | None = None,
-        listed: bool = True,
-    ) -> Tensor:
-        assert col_field is None
-        self.prepare(policy, epsilon)
-        options = row_field, None, policy, [float(p) for p in params], self.view, self.normalize
-        if self._knows_selves or epsilon is not None:  # thresholds are of the whole row
-            return self._among("pair", *options, epsilon, 1, 1.0)[0]
-        logs = torch.tensor([isinstance(s, LogSumExp) for s in POLICIES[policy].slots], device=self.embeddings.device)
-
-        def merge(stats: Tensor, part: Tensor) -> Tensor:
-            return torch.where(logs, logaddexp(stats, part), stats + part)
-
-        (stats,) = self._by_pieces("pair", *options, None, 1, 1.0, merge=(merge,))
-        return stats
-
-    def histogram(self, nodes: int, low: float, high: float) -> tuple[Tensor, Tensor]:
-        options = nodes, low, high, self.view, self.normalize
-        if self._knows_selves:
-            positives, negatives, _ = self._among("histogram", *options)
-        else:
-            positives, negatives = self._by_pieces("histogram", *options, merge=(torch.add, torch.add))
-        return positives, negatives
-
-    def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
-        total, above = self._among("triplet", mode, float(margin), swap, smooth, self.view, self.normalize)
-        return total, above
-
-    def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
-        p, n = self._select("extremes", positive, negative)
-        return p, n
-
-    def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
-        self.prepare(policy)
-        i, j = self._select("topk", policy, [float(p) for p in params], k, side)
-        return i, j
-
-    @property
-    def _knows_selves(self) -> bool:
-        return self.backend in KNOWING
-
-    def _among(self, name: str, *options: Any) -> tuple[Tensor, ...]:
-        """Outputs of an engine on the whole memory, of which the batch is a part."""
-        z, ref, *labels = self.matrix()
-        assert ref is not None
-        return among(z, ref, self.self_columns(), self.backend, name, *labels, *options)
-
-    def _select(self, name: str, *options: Any) -> tuple[Tensor, ...]:
-        selves = self.self_columns()
-        with ops.no_autocast(selves.device):
-            found = knowing(self.backend, name)(*self.matrix(), *options, self.view, self.normalize, selves=selves)
-        out: tuple[Tensor, ...] = found
-        return out
-
-    def _by_pieces(self, name: str, *options: Any, merge: Sequence[Callable[..., Tensor]]) -> list[Tensor]:
-        """The same by engines that know no selves: the batch itself by the tiled one, then the memory without it."""
-        z, ref, labels, ref_labels = self.matrix()
-        assert ref is not None and ref_labels is not None
-        itself = torch.arange(len(z), device=z.device)
-        found = list(among(z, ref[self.self_columns()], itself, "tiled", name, labels, labels, *options))
-        end, total = self.start + len(z), len(ref)
-        pieces = [slice(0, self.start), slice(end, total)] if end <= total else [slice(end - total, self.start)]
-        for at in pieces:
-            if at.start < at.stop:
-                more = getattr(ops, name)(z, ref[at], labels, ref_labels[at], *options, self.backend)
-                found = [join(a, b) for join, a, b in zip(merge, found, more, strict=False)]
-        return found[: len(merge)]

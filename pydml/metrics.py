@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pydml import checks, ops
 from pydml.backends import resolve
+from pydml.declared import Rank
 from pydml.tiled.sides import twins
 
 __all__ = ["map_at_r", "nmi", "r_precision", "recall_at_k", "retrieval_metrics"]
@@ -82,9 +83,9 @@ def retrieval_metrics(
     if not all(bool(z.isfinite().all()) for z in (q, g) if z is not None):
         return dict.fromkeys(_names(ks), float("nan"))
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        rank = _dense_rank if backend == "dense" else ops.rank
-        rest = () if backend == "dense" else (backend,)
-        positives, above, hits, precision = rank(q, g, y, g_y, normalize_embeddings, *rest)
+        call = Rank(rows=q, cols=g, row_labels=y, col_labels=g_y, normalize=normalize_embeddings)
+        found = _dense_rank(call) if backend == "dense" else ops.call(call, backend)
+        positives, above, hits, precision = found
         has = positives > 0
         values = [has & (above[:, tie] < k) for k in ks]
         values += [precision[:, tie], hits[:, tie] / positives.clamp_min(1).double()]
@@ -210,20 +211,18 @@ def _sides(
     return q, y, g, checks.labels("gallery_labels", gallery_labels, g)
 
 
-def _dense_rank(
-    query: Tensor, gallery: Tensor | None, labels: Tensor, gallery_labels: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``ops.rank`` gives, by sorting the whole matrix."""
-    dtype = ops.compute_dtype(query)
-    q, g = query.to(dtype), (query if gallery is None else gallery).to(dtype)
-    if normalize:
+def _dense_rank(a: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the op ``rank`` gives, by sorting the whole matrix."""
+    dtype = ops.compute_dtype(a.rows)
+    q, g = a.rows.to(dtype), (a.rows if a.cols is None else a.cols).to(dtype)
+    if a.normalize:
         q, g = torch.nn.functional.normalize(q), torch.nn.functional.normalize(g)
     s = q @ g.T
     first = twins(g)
     if first is not None:  # equal columns tie, whatever bits the product gave them
         s = s[:, first]
-    same = labels[:, None] == (labels if gallery_labels is None else gallery_labels)[None, :]
-    if gallery is None:  # the query itself comes last, as a negative
+    same = a.row_labels[:, None] == (a.row_labels if a.col_labels is None else a.col_labels)[None, :]
+    if a.cols is None:  # the query itself comes last, as a negative
         same.fill_diagonal_(False)
         s.fill_diagonal_(-torch.inf)
     positives = same.sum(1)

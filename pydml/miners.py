@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pydml import checks, distances, ops
+from pydml.declared import Extremes, Mined, Sample
 from pydml.losses.batch import Batch, Dense
 from pydml.pml import joins
 from pydml.records import WithRecords
@@ -191,7 +192,7 @@ class Miner(WithRecords):
 
     def tiles(self, batch: Batch) -> Iterator[Tile]:
         """Blocks of whole rows: oriented similarities, positives, negatives."""
-        m = Matrix(*batch.matrix(), batch.view, batch.normalize)
+        m = Matrix(**batch.matrix, **batch.how)
         m.slopes = False
         if self.kind != distances.OTHER:
             yield from m.tiles()
@@ -291,7 +292,7 @@ class MultiSimilarityMiner(Miner):
         self.add_settings()
 
     def fused(self, batch: Batch) -> Indices:
-        return tuple(ops.mined(*batch.matrix(), float(self.epsilon), batch.view, batch.normalize, batch.backend))
+        return tuple(ops.call(Mined(**batch.matrix, epsilon=float(self.epsilon), **batch.how), batch.backend))
 
     def dense(self, batch: Dense | Tile) -> Indices:
         hardest_positive = batch.u.masked_fill(~batch.same, torch.inf).amin(1, keepdim=True)
@@ -368,16 +369,15 @@ class BatchEasyHardMiner(Miner):
         if self.allowed_pos_range is not None or self.allowed_neg_range is not None:
             return self.by_rows(batch)
         every = self.pos_strategy == "all", self.neg_strategy == "all"
-        tail = batch.view, batch.normalize, batch.backend
+        everything = Mined(**batch.matrix, epsilon=None, **batch.how)
         if every == (True, True):
-            return tuple(ops.mined(*batch.matrix(), None, *tail))
-        p, n = ops.extremes(
-            *batch.matrix(), "easy" if every[0] else self.pos_strategy, "hard" if every[1] else self.neg_strategy, *tail
-        )
+            return tuple(ops.call(everything, batch.backend))
+        positive, negative = "easy" if every[0] else self.pos_strategy, "hard" if every[1] else self.neg_strategy
+        p, n = ops.call(Extremes(**batch.matrix, positive=positive, negative=negative, **batch.how), batch.backend)
         if every[0]:
             return *_positive_pairs(batch), *_found(n)
         if every[1]:
-            return *_found(p), *ops.mined(*batch.matrix(), None, *tail)[2:]
+            return *_found(p), *ops.call(everything, batch.backend)[2:]
         return _both(p, n)
 
     def dense(self, batch: Dense | Tile) -> Indices:
@@ -508,9 +508,8 @@ class DistanceWeightedMiner(Miner):
             place += place >= own[a]
         p = order[first[a] + place]
         seed = torch.randint(2**63 - 1, (1,), device=a.device)
-        n = ops.sample(
-            *batch.matrix(), a, seed, float(self.cutoff), float(self.nonzero_loss_cutoff), batch.backend
-        )  # fmt: skip
+        cutoffs = {"cutoff": float(self.cutoff), "nonzero_loss_cutoff": float(self.nonzero_loss_cutoff)}
+        n = ops.call(Sample(**batch.matrix, anchors=a, seed=seed, **cutoffs), batch.backend)
         kept = n >= 0
         return a[kept], p[kept], n[kept]
 

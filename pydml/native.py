@@ -1,38 +1,22 @@
-"""The ``cpu`` backend: the C++ ops of ``pydml._C`` as kernels for :mod:`pydml.ops`."""
+"""The ``cpu`` backend: the C++ ops of ``pydml._C`` as kernels for :mod:`pydml.ops`.
+
+C++ registers implementations only; the schemas of its ops are made here, from the declarations.
+"""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import pydml._C
-from pydml import tiled
 from pydml.backends import Kernel
+from pydml.declared import CALLS, Backward, Histogram, Pair, op
 from pydml.policy import POLICIES
 from pydml.tiled.sides import Side, compute_dtype, twins
 
-#: Engines of the extension, by the names of the ops.
-ENGINES = (
-    "pair",
-    "pair_backward",
-    "dots",
-    "dots_backward",
-    "listed",
-    "listed_backward",
-    "listed_triplets",
-    "listed_triplets_backward",
-    "histogram",
-    "histogram_backward",
-    "triplet",
-    "triplet_backward",
-    "extremes",
-    "topk",
-    "mined",
-    "sample",
-    "rank",
-)
 #: Engines that hold the positives of all rows at once do so up to this class size; beyond it the tiled ones, which hold
 #: those of one block of rows, take over, so that memory stays linear in the batch.
 MOST_POSITIVES = 64
@@ -56,15 +40,19 @@ def tile_count(rows: Tensor, cols: Tensor | None, pool_size: int = 1) -> int:
     return row_blocks * -(-n_cols // max(1, block // pool_size))
 
 
-def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> int:
+def pair_saved(a: Pair) -> int:
     """Bytes of the live pairs that the forward pass of ``pair`` keeps for the backward pass (csrc/cpu/pair.cpp)."""
-    epsilon, pool_size = rest[3], rest[4]
-    if epsilon is None and not POLICIES[policy].sparse:
+    if a.epsilon is None and not POLICIES[a.policy].sparse:
         return 0
-    n_rows = rows.shape[0]
-    n_cols = n_rows if cols is None else cols.shape[0] // pool_size
-    entry = 16 if rows.dtype == torch.float64 else 8
-    return 16 * tile_count(rows, cols, pool_size) + 32 * (n_rows + n_cols) * entry
+    n_rows = a.rows.shape[0]
+    n_cols = n_rows if a.cols is None else a.cols.shape[0] // a.pool_size
+    entry = 16 if a.rows.dtype == torch.float64 else 8
+    return 16 * tile_count(a.rows, a.cols, a.pool_size) + 32 * (n_rows + n_cols) * entry
+
+
+def histogram_saved(a: Histogram) -> int:
+    """Tiles whose range of u the forward pass of ``histogram`` keeps: all of them."""
+    return tile_count(a.rows, a.cols)
 
 
 def lacks(policy: str, mined: bool, pool_size: int, view: str) -> str | None:
@@ -89,34 +77,48 @@ def most_positives(row_labels: Tensor, col_labels: Tensor | None) -> int:
     return int((torch.searchsorted(among, row_labels, right=True) - torch.searchsorted(among, row_labels)).max())
 
 
-def _modest_classes(name: str, first_label: int) -> Kernel:
-    """The C++ kernel, or the tiled one where a class is too large for it (or where it has no such option)."""
-    native: Kernel = getattr(torch.ops.pydml_cpu, name).default
-
-    def run(*arguments: Any, **selves: Any) -> Any:
-        swap = name.startswith("triplet") and arguments[first_label + 4]
-        if swap or most_positives(*arguments[first_label : first_label + 2]) > MOST_POSITIVES:
-            return tiled.KERNELS[name](*arguments, **selves)
-        return native(*arguments, **selves)
-
-    return run
-
-
-def _rank(rows: Tensor, cols: Tensor | None, row_labels: Tensor, col_labels: Tensor | None, normalize: bool) -> Any:
-    """The C++ kernel, or the tiled one where equal columns have different labels: BLAS may give them different bits.
+def ambiguous(a: Any) -> bool:
+    """Have equal columns different labels? BLAS may give them different bits, and `rank` compares them with each other.
 
     fp64 has dot products of our own, which do not.
     """
-    arguments: tuple[Any, ...] = rows, cols, row_labels, col_labels, normalize
-    columns, labels = (rows, row_labels) if cols is None or col_labels is None else (cols, col_labels)
-    if compute_dtype(rows) != torch.float64:
-        first = twins(Side(columns, normalize).x)
-        if first is not None and bool((labels != labels[first]).any()):
-            return tiled.KERNELS["rank"](*arguments)
-    return _modest_classes("rank", 2)(*arguments)
+    columns, labels = (a.rows, a.row_labels) if a.cols is None else (a.cols, a.col_labels)
+    if compute_dtype(a.rows) == torch.float64:
+        return False
+    first = twins(Side(columns, a.normalize).x)
+    return first is not None and bool((labels != labels[first]).any())
 
 
-missing = [name for name in ENGINES if not hasattr(torch.ops.pydml_cpu, name)]
+def yields(a: Any) -> str | None:
+    """Why a call is left to the tiled engines, or None."""
+    if a.op == "triplet" and a.swap:
+        return "the C++ kernels have no anchor-swapped triplets"
+    if a.op in ("triplet", "rank") and most_positives(a.row_labels, a.col_labels) > MOST_POSITIVES:
+        return f"the C++ kernels hold up to {MOST_POSITIVES} positives of a row, and a class here is larger"
+    if a.op == "rank" and ambiguous(a):
+        return "equal columns have different labels, and a matrix product may give them different bits"
+    return None
+
+
+def _engine(name: str) -> Kernel:
+    """The C++ op of a name as a kernel; its schema is that of the declaration."""
+    declared = op(name)
+    torch.library.define(f"pydml_cpu::{name}", declared.kernel_schema)
+    run: Kernel = getattr(torch.ops.pydml_cpu, name).default
+    read = attrgetter(*(argument.name for argument in declared.forward_arguments))
+    if not declared.is_backward:
+        return lambda a: run(*read(a))
+    grads, kept = declared.call.grads, declared.call.kept
+
+    def backward(b: Backward[Any]) -> Any:
+        own = [*(getattr(b.grad, name) for name in grads), *(getattr(b.out, name) for name in kept)]
+        return run(*own, *read(b.call), *b.wants)
+
+    return backward
+
+
+ENGINES = [*CALLS, *(f"{name}_backward" for name, call in CALLS.items() if call.grads)]
+missing = [name for name in ENGINES if not torch._C._dispatch_has_kernel_for_dispatch_key(f"pydml_cpu::{name}", "CPU")]
 if missing:
     raise ImportError(f"pydml._C was built from other sources: it has no {', '.join(missing)}; build it again")
 
@@ -124,11 +126,9 @@ if missing:
 COMPILED = tuple(pydml._C.losses())
 
 KERNELS: dict[str, Kernel] = {
+    **{name: _engine(name) for name in ENGINES},
     "lacks": lacks,
-    **{name: getattr(torch.ops.pydml_cpu, name).default for name in ENGINES},
+    "yields": yields,
     "pair_saved": pair_saved,
-    "histogram_saved": tile_count,
-    "triplet": _modest_classes("triplet", 2),
-    "triplet_backward": _modest_classes("triplet_backward", 3),
-    "rank": _rank,
+    "histogram_saved": histogram_saved,
 }

@@ -440,19 +440,6 @@ std::tuple<Tensor, Tensor> listed_triplets_backward(const Tensor& grad, const Te
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
-  m.def("dots(Tensor rows, Tensor? cols, Tensor i, Tensor j, str view, bool normalize) -> Tensor");
-  m.def(
-      "dots_backward(Tensor grad, Tensor rows, Tensor? cols, Tensor i, Tensor j, str view, bool normalize, bool "
-      "want_rows, bool want_cols) -> (Tensor, Tensor)");
-  m.def(
-      "listed_triplets(Tensor rows, Tensor? cols, Tensor a, Tensor p, Tensor n, float margin, bool smooth, str view, "
-      "bool normalize) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "listed_triplets_backward(Tensor grad, Tensor total, Tensor above, Tensor violation, Tensor rows, Tensor? cols, "
-      "Tensor a, Tensor p, Tensor n, float margin, "
-      "bool smooth, str view, bool normalize, bool want_rows, bool want_cols) -> (Tensor, Tensor)");
-}
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("dots", dots);
   m.impl("dots_backward", dots_backward);

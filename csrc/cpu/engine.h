@@ -40,13 +40,43 @@ struct Positives {
   int64_t n;
   std::vector<int> count;      // [n]
   std::vector<R> u;            // [most, n]
-  std::vector<int64_t> place;  // [most, n] sorted place of the column
+  std::vector<int64_t> place;  // [most, n] sorted place of the column; or, of given ones, their place in the list
 
   Positives(const Matrix<R>& m, std::vector<Workspace<R>>& work) : n(m.n_rows), count(n, 0) {
     for (const auto& c : m.classes) most = std::max(most, int(c.c1 - c.c0) - (m.symmetric ? 1 : 0));
     u.assign(size_t(most) * n, std::numeric_limits<R>::infinity());
     place.assign(size_t(most) * n, -1);
     m.for_positives(work, [&](int64_t i, int64_t j, R value) { add(i, j, value); });
+    sort();
+  }
+
+  // Similarities that are known already [n, most], in the order of the rows; +inf: none.
+  Positives(const Matrix<R>& m, const char* name, const Tensor& given) : n(m.n_rows), count(n, 0) {
+    TORCH_CHECK(given.dim() == 2 && given.size(0) == n, name, ": got shape ", given.sizes(), ", wanted [", n, ", M]");
+    TORCH_CHECK(given.scalar_type() == type_of<R>(), name, ": got dtype ", given.scalar_type(), ", wanted ",
+                type_of<R>());
+    most = int(given.size(1));
+    u.assign(size_t(most) * n, std::numeric_limits<R>::infinity());
+    place.assign(size_t(most) * n, -1);
+    const Tensor values = given.contiguous();
+    const R* const from = values.const_data_ptr<R>();
+    for (int64_t i = 0; i < n; ++i)
+      for (int p = 0; p < most; ++p) {
+        const R value = from[m.row.place(i) * most + p];
+        if (value != std::numeric_limits<R>::infinity()) add(i, p, value);
+      }
+    sort();
+  }
+
+  // Values [most, n] of the given ones, in their order and that of the rows.
+  template <class T>
+  void unsort(const Matrix<R>& m, const std::vector<T>& values, T* out) const {
+    for (int64_t i = 0; i < n; ++i)
+      for (int p = 0; p < count[i]; ++p) out[m.row.place(i) * most + place[p * n + i]] = values[p * n + i];
+  }
+
+ private:
+  void sort() {
     std::vector<std::pair<R, int64_t>> row;
     for (int64_t i = 0; i < n; ++i) {
       row.clear();
@@ -59,7 +89,6 @@ struct Positives {
     }
   }
 
- private:
   void add(int64_t i, int64_t j, R value) {
     const int p = count[i]++;
     u[p * n + i] = value, place[p * n + i] = j;

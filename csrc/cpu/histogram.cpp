@@ -153,8 +153,8 @@ std::tuple<Tensor, Tensor> histogram_backward(const Tensor& grad_positives, cons
                                               const Tensor&, const Tensor& ranges, const Tensor& rows,
                                               const OptionalTensor& cols, const Tensor& row_labels,
                                               const OptionalTensor& col_labels, int64_t nodes, double low, double high,
-                                              Text view, bool normalize, bool want_rows, bool want_cols,
-                                              const OptionalTensor& selves) {
+                                              Text view, bool normalize, const OptionalTensor& selves, bool want_rows,
+                                              bool want_cols) {
   return with_type(rows, [&](auto r) {
     return backward<decltype(r)>(grad_positives, grad_negatives, ranges, rows, cols, row_labels, col_labels, nodes, low,
                                  high, view, normalize, want_rows, want_cols, selves);
@@ -163,15 +163,6 @@ std::tuple<Tensor, Tensor> histogram_backward(const Tensor& grad_positives, cons
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
-  m.def(
-      "histogram(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, int nodes, float low, float high, "
-      "str view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "histogram_backward(Tensor grad_positives, Tensor grad_negatives, Tensor positives, Tensor negatives, Tensor "
-      "ranges, Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, int nodes, float low, float high, str "
-      "view, bool normalize, bool want_rows, bool want_cols, Tensor? selves=None) -> (Tensor, Tensor)");
-}
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("histogram", histogram);
   m.impl("histogram_backward", histogram_backward);

@@ -181,15 +181,6 @@ std::tuple<Tensor, Tensor> listed_backward(const Tensor& grad, const Tensor& sta
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
-  m.def(
-      "listed(Tensor pos, Tensor neg, Tensor a1, Tensor a2, Tensor? row_field, str policy"
-      ", float[] params, int rows) -> Tensor");
-  m.def(
-      "listed_backward(Tensor grad, Tensor stats, Tensor pos, Tensor neg, Tensor a1, Tensor a2, Tensor? row_field, "
-      "str policy, float[] params, int rows, bool want_pos, bool want_neg) -> "
-      "(Tensor, Tensor)");
-}
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("listed", listed);
   m.impl("listed_backward", listed_backward);

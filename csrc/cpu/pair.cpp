@@ -51,20 +51,24 @@ struct PairEngine {
   const std::vector<Slot> slots;
   std::vector<R> params, row_field, col_field;
   const bool mined;
+  const bool visits[2];         // positives, negatives
   std::vector<R> below, above;  // mining: keep positives below, negatives above
   std::vector<Workspace<R>> work;
 
   PairEngine(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels, const OptionalTensor& col_labels,
              const OptionalTensor& rf, const OptionalTensor& cf, c10::string_view name, at::ArrayRef<double> numbers,
              c10::string_view view, bool normalize, bool mines, int64_t pool, double sharpness,
-             const OptionalTensor& selves)
+             const OptionalTensor& selves, c10::string_view side)
       : m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::any, pool, R(sharpness)),
         policy(policy_id(name)),
         slots(slots_of(policy)),
         params(numbers.begin(), numbers.end()),
         mined(mines),
+        visits{side != "negatives", side != "positives"},
         work(m.workspaces()) {
     check_params(policy, numbers.size());
+    TORCH_CHECK(side == "both" || side == "positives" || side == "negatives", "side: got '", side,
+                "', wanted both, positives or negatives");
     params.resize(8);
     for (const Slot& s : slots)
       TORCH_CHECK(kernel(s.side).forward, "epsilon: got one, but the C++ kernels do not mine with the policy '", name,
@@ -91,7 +95,7 @@ struct PairEngine {
   std::vector<R> column(const Tensor& values, int k) const { return sorted(values.select(1, k), m.row, 1); }
 
   void take_thresholds(const Tensor& thresholds) {
-    TORCH_CHECK(thresholds.dim() == 2 && thresholds.size(0) == m.n_rows && thresholds.size(1) == 2, "mined: got ",
+    TORCH_CHECK(thresholds.dim() == 2 && thresholds.size(0) == m.n_rows && thresholds.size(1) == 2, "bounds: got ",
                 thresholds.sizes(), ", wanted [", m.n_rows, ", 2]");
     below = column(thresholds, 0), above = column(thresholds, 1);
   }
@@ -99,6 +103,7 @@ struct PairEngine {
   const PairKernels<R>& kernel(Side side) const { return m.k.pair[policy][side == Side::negatives][mined]; }
 
   bool has(Side side) const {
+    if (!visits[side == Side::negatives]) return false;
     for (const Slot& s : slots)
       if (s.side == side) return true;
     return false;
@@ -152,16 +157,17 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
     return f.n_live;
   };
 
-  const bool mines = e.mined && !known;
+  // Negatives alone look for the threshold of positives even where thresholds are known; it is what they are asked for.
+  const bool mines = e.mined && (!known || !e.visits[0]);
   std::vector<R> hardest;
-  if (mines) {  // positives first: their least similar one is what negatives are compared with
-    e.above.assign(n, inf);
-    m.for_positives(e.work, [&](int64_t i, int64_t, R u) { e.above[i] = std::min(e.above[i], u); });
-    for (R& v : e.above) v -= R(*epsilon);
-    hardest.assign(n, -inf);
-  } else if (e.mined) {
+  if (e.mined && known) {
     e.take_thresholds(*known);
+  } else if (e.mined) {  // positives first: their least similar one is what negatives are compared with
+    e.above.assign(n, inf);
+    if (e.visits[0]) m.for_positives(e.work, [&](int64_t i, int64_t, R u) { e.above[i] = std::min(e.above[i], u); });
+    for (R& v : e.above) v -= R(*epsilon);
   }
+  if (mines) hardest.assign(n, -inf);
   if (e.has(Side::negatives) && m.n_cols) {
     const int capacity = tile_capacity(m.T, m.col_block);
     std::vector<std::vector<Live<R>>> found(std::max(m.row_blocks(), m.col_blocks()));  // by the tasks of a round
@@ -199,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
         });
   }
   if (mines) {
-    e.below = hardest;
+    e.below = hardest;  // -inf where negatives are not visited: nothing is mined
     for (R& v : e.below) v += R(*epsilon);
   }
   if (e.has(Side::positives))
@@ -297,25 +303,22 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
   const Tensor &rows, const OptionalTensor &cols, const Tensor &row_labels, const OptionalTensor &col_labels,          \
       const OptionalTensor &row_field, const OptionalTensor &col_field, c10::string_view policy,                       \
       at::ArrayRef<double> params, c10::string_view view, bool normalize, std::optional<double> epsilon, int64_t pool, \
-      double sharpness
+      double sharpness, const OptionalTensor &selves, [[maybe_unused]] const OptionalTensor &bounds, c10::string_view side
 #define PYDML_ENGINE(R)                                                                                           \
   PairEngine<R> engine(rows, cols, row_labels, col_labels, row_field, col_field, policy, params, view, normalize, \
-                       epsilon.has_value(), pool, sharpness, selves)
+                       epsilon.has_value(), pool, sharpness, selves, side)
 
-// selves: the column that each row itself is, where rows are some of the columns. mined: thresholds that are known
-// already, where these columns are a part of those that were mined.
-std::tuple<Tensor, Tensor, Tensor> pair(PYDML_ARGUMENTS, const OptionalTensor& selves, const OptionalTensor& mined) {
+std::tuple<Tensor, Tensor, Tensor> pair(PYDML_ARGUMENTS) {
   if (compute_type(rows) == at::kDouble) {
     PYDML_ENGINE(double);
-    return forward(engine, rows, epsilon, mined);
+    return forward(engine, rows, epsilon, bounds);
   }
   PYDML_ENGINE(float);
-  return forward(engine, rows, epsilon, mined);
+  return forward(engine, rows, epsilon, bounds);
 }
 
 std::tuple<Tensor, Tensor> pair_backward(const Tensor& grad, const Tensor& stats, const Tensor& thresholds,
-                                         const Tensor& saved, PYDML_ARGUMENTS, bool want_rows, bool want_cols,
-                                         const OptionalTensor& selves) {
+                                         const Tensor& saved, PYDML_ARGUMENTS, bool want_rows, bool want_cols) {
   if (compute_type(rows) == at::kDouble) {
     PYDML_ENGINE(double);
     return backward(engine, grad, stats, thresholds, saved, want_rows, want_cols);
@@ -326,17 +329,6 @@ std::tuple<Tensor, Tensor> pair_backward(const Tensor& grad, const Tensor& stats
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
-  m.def(
-      "pair(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, Tensor? row_field, Tensor? col_field, "
-      "str policy, float[] params, str view, bool normalize, float? epsilon, int pool, float sharpness, Tensor? "
-      "selves=None, Tensor? mined=None) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "pair_backward(Tensor grad, Tensor stats, Tensor thresholds, Tensor saved, Tensor rows, Tensor? cols, Tensor "
-      "row_labels, Tensor? col_labels, Tensor? row_field, Tensor? col_field, str policy, float[] params, str view, "
-      "bool normalize, float? epsilon, int pool, float sharpness, bool want_rows, bool want_cols, Tensor? selves=None) "
-      "-> (Tensor, Tensor)");
-}
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("pair", pair);
   m.impl("pair_backward", pair_backward);

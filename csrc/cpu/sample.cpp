@@ -87,11 +87,6 @@ Tensor sample(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
-  m.def(
-      "sample(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, Tensor anchors, Tensor seed, float "
-      "cutoff, float nonzero_loss_cutoff) -> Tensor");
-}
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) { m.impl("sample", sample); }
 
 }  // namespace pydml

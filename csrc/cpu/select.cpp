@@ -91,13 +91,16 @@ std::tuple<Tensor, Tensor> run_extremes(const Tensor& rows, const OptionalTensor
   const R easy = positive == "easy" ? R(1) : R(-1), hard = negative == "easy" ? R(-1) : R(1);
   Extreme<R> p(0), q(0);
   if (positive == "semihard") {  // the hardest positive that is still nearer than the chosen negative
-    q = among_negatives<R>(m, work, hard, nullptr);
+    q = negative == "none" ? Extreme<R>(m.n_rows) : among_negatives<R>(m, work, hard, nullptr);
     const std::vector<R> floor = chosen(q, hard, inf);
     p = among_positives<R>(m, work, -1, &floor);
   } else {
-    p = among_positives<R>(m, work, easy, nullptr);
+    p = positive == "none" ? Extreme<R>(m.n_rows) : among_positives<R>(m, work, easy, nullptr);
     const std::vector<R> ceiling = chosen(p, easy, -inf);
-    q = among_negatives<R>(m, work, hard, negative == "semihard" ? &ceiling : nullptr);
+    if (negative == "none")
+      q = Extreme<R>(m.n_rows);
+    else
+      q = among_negatives<R>(m, work, hard, negative == "semihard" ? &ceiling : nullptr);
   }
   Tensor out_p = at::empty({m.n_rows}, row_labels.options()), out_n = at::empty_like(out_p);
   for (int64_t i = 0; i < m.n_rows; ++i) {
@@ -334,18 +337,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> mined(const Tensor& rows, const Optio
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
-  m.def(
-      "extremes(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str positive, str negative, str "
-      "view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor)");
-  m.def(
-      "topk(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str policy, float[] params, int k, str "
-      "side, str view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor)");
-  m.def(
-      "mined(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, float? epsilon, str view, bool "
-      "normalize) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
-}
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("extremes", extremes);
   m.impl("topk", topk);

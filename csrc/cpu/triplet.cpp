@@ -18,10 +18,10 @@ struct TripletEngine {
 
   TripletEngine(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                 const OptionalTensor& col_labels, double gap, bool soft, Text view, bool normalize,
-                const OptionalTensor& selves)
+                const OptionalTensor& selves, const Tensor* given = nullptr)
       : m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::exact),
         work(m.workspaces()),
-        positives(m, work),
+        positives(given ? Positives<R>(m, "positives", *given) : Positives<R>(m, work)),
         margin(R(gap)),
         smooth(soft),
         least(m.n_rows, std::numeric_limits<R>::infinity()) {
@@ -122,9 +122,10 @@ std::tuple<Tensor, Tensor> forward(TripletEngine<R>& e, bool semihard, const Ten
   return {total, above};
 }
 
+// dL/drows and dL/dcols; where the positives were given, their gradient is left in `d_positives` instead.
 template <class R>
 std::tuple<Tensor, Tensor> backward(TripletEngine<R>& e, const Tensor& grad, bool semihard, bool want_rows,
-                                    bool want_cols) {
+                                    bool want_cols, Tensor* d_positives = nullptr) {
   Matrix<R>& m = e.m;
   const int64_t n = m.n_rows;
   m.start_gradient(want_rows, want_cols);
@@ -152,6 +153,13 @@ std::tuple<Tensor, Tensor> backward(TripletEngine<R>& e, const Tensor& grad, boo
     m.k.triplet_backward(h);
     m.add_weights_sparsely(i0, ni, j0, nj, w);
   });
+  if (d_positives) {
+    for (int p = 0; p < e.positives.most; ++p)
+      for (int64_t i = 0; i < n; ++i) slope[p * n + i] *= -g[i];
+    e.positives.unsort(m, slope, d_positives->data_ptr<R>());
+    if (!m.finite) d_positives->fill_(std::numeric_limits<double>::quiet_NaN());
+    return m.gradients();
+  }
   for (int64_t i = 0; i < n; ++i)
     for (int p = 0; p < e.positives.count[i]; ++p) {
       const int64_t at = p * n + i;
@@ -177,28 +185,59 @@ std::tuple<Tensor, Tensor> triplet(const Tensor& rows, const OptionalTensor& col
 
 std::tuple<Tensor, Tensor> triplet_backward(const Tensor& grad, const Tensor& rows, const OptionalTensor& cols,
                                             const Tensor& row_labels, const OptionalTensor& col_labels, Text mode,
-                                            double margin, bool, bool smooth, Text view, bool normalize, bool want_rows,
-                                            bool want_cols, const OptionalTensor& selves) {
+                                            double margin, bool, bool smooth, Text view, bool normalize,
+                                            const OptionalTensor& selves, bool want_rows, bool want_cols) {
   return with_type(rows, [&](auto r) {
     TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, selves);
     return backward(e, grad, is_semihard(mode), want_rows, want_cols);
   });
 }
 
+// Triplets of the negatives among these columns and positives that are known by their u.
+std::tuple<Tensor, Tensor> against(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                   const OptionalTensor& col_labels, const Tensor& positives, double margin,
+                                   bool smooth, Text view, bool normalize) {
+  return with_type(rows, [&](auto r) {
+    TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, {}, &positives);
+    return forward(e, false, rows);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> against_backward(const Tensor& grad, const Tensor& rows, const OptionalTensor& cols,
+                                                    const Tensor& row_labels, const OptionalTensor& col_labels,
+                                                    const Tensor& positives, double margin, bool smooth, Text view,
+                                                    bool normalize, bool want_rows, bool want_cols, bool) {
+  return with_type(rows, [&](auto r) {
+    TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, {}, &positives);
+    Tensor d_positives = at::zeros_like(positives, at::MemoryFormat::Contiguous);
+    const auto [d_rows, d_cols] = backward(e, grad, false, want_rows, want_cols, &d_positives);
+    return std::make_tuple(d_rows, d_cols, d_positives);
+  });
+}
+
+// Column and u of the most similar negative below each bound.
+std::tuple<Tensor, Tensor> below(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                                 const OptionalTensor& col_labels, const Tensor& bounds, Text view, bool normalize) {
+  return with_type(rows, [&](auto r) {
+    using R = decltype(r);
+    TripletEngine<R> e(rows, cols, row_labels, col_labels, 0, false, view, normalize, {}, &bounds);
+    e.find_semihard();
+    Tensor n = at::full_like(bounds, -1, bounds.options().dtype(at::kLong), at::MemoryFormat::Contiguous);
+    Tensor u = at::full_like(bounds, -std::numeric_limits<double>::infinity(), {}, at::MemoryFormat::Contiguous);
+    e.positives.unsort(e.m, e.where, n.template data_ptr<int64_t>());
+    e.positives.unsort(e.m, e.best, u.template data_ptr<R>());
+    return std::make_tuple(n, u);
+  });
+}
+
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(pydml_cpu, m) {
-  m.def(
-      "triplet(Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str mode, float margin, bool swap, "
-      "bool smooth, str view, bool normalize, Tensor? selves=None) -> (Tensor, Tensor)");
-  m.def(
-      "triplet_backward(Tensor grad, Tensor rows, Tensor? cols, Tensor row_labels, Tensor? col_labels, str mode, float "
-      "margin, bool swap, bool smooth, str view, bool normalize, bool want_rows, bool want_cols, Tensor? "
-      "selves=None) -> (Tensor, Tensor)");
-}
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("triplet", triplet);
   m.impl("triplet_backward", triplet_backward);
+  m.impl("against", against);
+  m.impl("against_backward", against_backward);
+  m.impl("below", below);
 }
 
 }  // namespace pydml

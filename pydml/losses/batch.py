@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pydml import ops
 from pydml.backends import able, named, resolve
+from pydml.declared import Dots, Extremes, Histogram, Listed, ListedTriplets, Pair, TopK, Triplet
 from pydml.products import product
 from pydml.tiled import select as tiled_select
 from pydml.tiled.sides import TINY
@@ -219,7 +220,7 @@ class Batch:
         return pair_stats(
             self.embeddings, self.ref, labels, self.ref_labels if self.ref is not None else None, policy, params,
             view=self.view, normalize=self.normalize, epsilon=epsilon, row_field=row_field, col_field=col_field,
-            backend=self.backend,
+            selves=self.selves, backend=self.backend,
         )  # fmt: skip
 
     def listed_stats(
@@ -230,14 +231,17 @@ class Batch:
         self.prepare(policy)
         a1, p, a2, n = self.pairs
         field = None if row_field is None else row_field.detach()
-        options = policy, [float(x) for x in params], self.size[0], self.backend
         positive, negative = self.dots_of((a1, p), (a2, n))
-        stats: Tensor = ops.listed(positive, negative, a1, a2, field, *options)
+        call = Listed(
+            pos=positive, neg=negative, a1=a1, a2=a2, row_field=field,
+            policy=policy, params=[float(x) for x in params], rows=self.size[0],
+        )  # fmt: skip
+        stats: Tensor = ops.call(call, self.backend)
         return stats, positive, negative
 
     def dots(self, i: Tensor, j: Tensor) -> Tensor:
         """u of listed pairs."""
-        out: Tensor = ops.dots(self.embeddings, self.ref, i, j, self.view, self.normalize, self.backend)
+        out: Tensor = ops.call(Dots(self.embeddings, self.ref, i=i, j=j, **self.how), self.backend)
         return out
 
     def dots_of(self, *lists: tuple[Tensor, Tensor]) -> Sequence[Tensor]:
@@ -249,39 +253,58 @@ class Batch:
         joined: Sequence[Tensor] = self.dots(torch.cat(rows), torch.cat(cols)).split(numbers)
         return joined
 
-    def matrix(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """First arguments of the ops that look at the whole matrix."""
-        return self.embeddings, self.ref, self.known_labels(), None if self.ref is None else self.ref_labels
+    @property
+    def matrix(self) -> dict[str, Any]:
+        """Arguments of the ops that look at the whole matrix."""
+        return {
+            "rows": self.embeddings,
+            "cols": self.ref,
+            "row_labels": self.known_labels(),
+            "col_labels": None if self.ref is None else self.ref_labels,
+        }
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Arguments of the ops that say how a pair is looked at."""
+        return {"view": self.view, "normalize": self.normalize}
+
+    @property
+    def selves(self) -> Tensor | None:
+        """The columns that the rows are, where they are some of the columns."""
+        return self.self_columns() if self.has_selves and self.ref is not None else None
 
     def histogram(self, nodes: int, low: float, high: float) -> tuple[Tensor, Tensor]:
         """Soft counts [B, nodes] of positives and of negatives."""
-        options = (nodes, low, high, self.view, self.normalize, self.backend)
-        positives, negatives, _ = ops.histogram(*self.matrix(), *options)
+        call = Histogram(**self.matrix, nodes=nodes, low=low, high=high, **self.how, selves=self.selves)
+        positives, negatives, _ = ops.call(call, self.backend)
         return positives, negatives
 
     def histogram_totals(
         self, nodes: int, low: float, high: float, labels: Tensor, counted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Soft counts [nodes] under other labels: of the positives of rows that are counted, and of all negatives."""
-        options = (nodes, low, high, self.view, self.normalize, self.backend)
-        positives, negatives, _ = ops.histogram(self.embeddings, None, labels, None, *options)
+        call = Histogram(self.embeddings, None, labels, None, nodes=nodes, low=low, high=high, **self.how)
+        positives, negatives, _ = ops.call(call, self.backend)
         return torch.where(counted[:, None], positives, 0).sum(0), negatives.sum(0)
 
     def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
         """Of each anchor [B] the sum of its triplets' losses, and how many of them are above 0."""
-        options = (mode, float(margin), swap, smooth, self.view, self.normalize, self.backend)
-        total, above = ops.triplet(*self.matrix(), *options)
+        how = {"mode": mode, "margin": float(margin), "swap": swap, "smooth": smooth}
+        total, above = ops.call(Triplet(**self.matrix, **how, **self.how, selves=self.selves), self.backend)
         return total, above
 
     def listed_triplets(self, a: Tensor, p: Tensor, n: Tensor, margin: float, smooth: bool) -> tuple[Tensor, Tensor]:
         """The same of the triplets (a, p, n)."""
-        options = (float(margin), smooth, self.view, self.normalize, self.backend)
-        total, above, _ = ops.listed_triplets(self.embeddings, self.ref, a, p, n, *options)
+        call = ListedTriplets(
+            self.embeddings, self.ref, a=a, p=p, n=n, margin=float(margin), smooth=smooth, **self.how
+        )  # fmt: skip
+        total, above, _ = ops.call(call, self.backend)
         return total, above
 
     def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
         """Column [B] of the easy, hard or semi-hard positive and negative of each row; -1 where there is none."""
-        p, n = ops.extremes(*self.matrix(), positive, negative, self.view, self.normalize, self.backend)
+        call = Extremes(**self.matrix, positive=positive, negative=negative, **self.how, selves=self.selves)
+        p, n = ops.call(call, self.backend)
         return p, n
 
     def extremes_up_to(self, limit: float, semihard: bool) -> tuple[Tensor, Tensor]:
@@ -289,15 +312,16 @@ class Batch:
 
         In blocks of rows on every backend: no engine has such a selection.
         """
-        selves = self.self_columns() if self.has_selves and self.ref is not None else None
         with torch.no_grad():
-            return tiled_select.extremes_up_to(*self.matrix(), limit, semihard, self.view, self.normalize, selves)
+            return tiled_select.extremes_up_to(
+                **self.matrix, limit=limit, semihard=semihard, **self.how, selves=self.selves
+            )
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
         """The k pairs (i, j) of largest loss on one side or on «all»; -1 beyond the last."""
         self.prepare(policy)
-        options = (policy, [float(p) for p in params], k, side, self.view, self.normalize, self.backend)
-        i, j = ops.topk(*self.matrix(), *options)
+        loss = {"policy": policy, "params": [float(p) for p in params]}
+        i, j = ops.call(TopK(**self.matrix, **loss, k=k, side=side, **self.how, selves=self.selves), self.backend)
         return i, j
 
     def stats_between(self, i: Tensor, j: Tensor, policy: str, params: list[float], col_field: Tensor) -> Tensor:
@@ -332,7 +356,7 @@ class Batch:
         """Cosine [B] of each row and the proxy of its class."""
         labels = self.known_labels()
         own = torch.arange(len(labels), device=labels.device)
-        out: Tensor = ops.dots(w, self.embeddings, labels, own, "dot", True, self.backend)
+        out: Tensor = ops.call(Dots(w, self.embeddings, i=labels, j=own, view="dot", normalize=True), self.backend)
         return out
 
     def gram(self) -> Tensor:
@@ -369,13 +393,17 @@ def pair_stats(
     col_field: Tensor | None = None,
     pool_size: int = 1,
     sharpness: float = 1.0,
+    selves: Tensor | None = None,
     backend: str,
 ) -> Tensor:
     """Row statistics [R, K] by the pair engine."""
-    stats: Tensor = ops.pair(
-        rows, cols, row_labels, col_labels, row_field, col_field, policy, [float(p) for p in params], view, normalize,
-        None if epsilon is None else float(epsilon), pool_size, float(sharpness), backend,
-    )[0]  # fmt: skip
+    call = Pair(
+        rows=rows, cols=cols, row_labels=row_labels, col_labels=col_labels, row_field=row_field, col_field=col_field,
+        policy=policy, params=[float(p) for p in params], view=view, normalize=normalize,
+        epsilon=None if epsilon is None else float(epsilon), pool_size=pool_size, sharpness=float(sharpness),
+        selves=selves,
+    )  # fmt: skip
+    stats: Tensor = ops.call(call, backend)[0]
     return stats
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pydml.declared import Backward, Dots
 from pydml.tiled.sides import TILE_ELEMENTS, Matrix, near_tolerance
 
 
@@ -17,9 +18,9 @@ def _slices(m: Matrix, i: Tensor, j: Tensor) -> Iterator[tuple[slice, Tensor, Te
         yield part, m.row.x[i[part]], m.col.x[j[part]]
 
 
-def dots(rows: Tensor, cols: Tensor | None, i: Tensor, j: Tensor, view: str, normalize: bool) -> Tensor:
+def dots(a: Dots) -> Tensor:
     """u [n] of the pairs (i, j)."""
-    m = Matrix(rows, cols, i, None, view, normalize)
+    m, i, j, view = Matrix.of(a), a.i, a.j, a.view
     u = m.row.x.new_empty(len(i))
     for part, x, y in _slices(m, i, j):
         if view == "dot":
@@ -36,21 +37,12 @@ def dots(rows: Tensor, cols: Tensor | None, i: Tensor, j: Tensor, view: str, nor
     return u
 
 
-def dots_backward(
-    grad: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    i: Tensor,
-    j: Tensor,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
+def dots_backward(b: Backward[Dots]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/du [n]."""
-    m = Matrix(rows, cols, i, None, view, normalize)
-    m.start_gradient(want_rows, want_cols)
-    (grad,) = m.poison(grad)
+    a = b.call
+    m, i, j, view = Matrix.of(a), a.i, a.j, a.view
+    m.start_gradient(b.want_rows, b.want_cols)
+    (grad,) = m.poison(b.grad.u)
     for part, x, y in _slices(m, i, j):
         g = grad[part, None]
         if view in ("dot", "cosine"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pydml.declared import Backward, Dots, DotsOut, Listed, ListedTriplets
 from pydml.policy import POLICIES, LogSumExp, Policy, Slot, softplus
 from pydml.sums import add_at, segment_lse
 
@@ -15,10 +16,10 @@ from pydml.sums import add_at, segment_lse
 class _Sides:
     """u, anchors and field of the pairs of either side."""
 
-    def __init__(self, pos: Tensor, neg: Tensor, a1: Tensor, a2: Tensor, row_field: Tensor | None) -> None:
-        self.u = {"positives": pos, "negatives": neg}
-        self.anchors = {"positives": a1, "negatives": a2}
-        self.row_field = row_field
+    def __init__(self, a: Listed) -> None:
+        self.u = {"positives": a.pos, "negatives": a.neg}
+        self.anchors = {"positives": a.a1, "negatives": a.a2}
+        self.row_field = a.row_field
 
     def of(self, slot: Slot) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Anchors of a slot's pairs, and what a policy's functions take."""
@@ -27,19 +28,10 @@ class _Sides:
         return i, (u, nothing if self.row_field is None else self.row_field.to(u.dtype)[i], nothing)
 
 
-def listed(
-    pos: Tensor,
-    neg: Tensor,
-    a1: Tensor,
-    a2: Tensor,
-    row_field: Tensor | None,
-    policy: str,
-    params: Sequence[float],
-    rows: int,
-) -> Tensor:
+def listed(a: Listed) -> Tensor:
     """Row statistics [rows, K] of positives and negatives of u ``pos`` and ``neg`` and anchors ``a1`` and ``a2``."""
-    loss: Policy = POLICIES[policy](*params)
-    sides = _Sides(pos, neg, a1, a2, row_field)
+    loss: Policy = POLICIES[a.policy](*a.params)
+    sides, rows = _Sides(a), a.rows
     stats = []
     for k, slot in enumerate(loss.slots):
         i, arguments = sides.of(slot)
@@ -48,27 +40,15 @@ def listed(
             stats.append(segment_lse(term, i, rows))
         else:
             stats.append(add_at(term.new_zeros(rows), i, term))
-    poison = torch.where(pos.isnan().any() | neg.isnan().any(), torch.nan, 0.0)  # a hinge drops it silently
-    return torch.stack(stats, 1) + poison.to(pos.dtype)
+    poison = torch.where(a.pos.isnan().any() | a.neg.isnan().any(), torch.nan, 0.0)  # a hinge drops it silently
+    return torch.stack(stats, 1) + poison.to(a.pos.dtype)
 
 
-def listed_backward(
-    grad: Tensor,
-    stats: Tensor,
-    pos: Tensor,
-    neg: Tensor,
-    a1: Tensor,
-    a2: Tensor,
-    row_field: Tensor | None,
-    policy: str,
-    params: Sequence[float],
-    rows: int,
-    want_pos: bool,
-    want_neg: bool,
-) -> tuple[Tensor, Tensor]:
+def listed_backward(b: Backward[Listed]) -> tuple[Tensor, Tensor]:
     """dL/du of the listed pairs from dL/dstats."""
-    loss: Policy = POLICIES[policy](*params)
-    sides = _Sides(pos, neg, a1, a2, row_field)
+    a, grad, stats = b.call, b.grad.stats, b.out.stats
+    loss: Policy = POLICIES[a.policy](*a.params)
+    sides = _Sides(a)
     known = torch.where(torch.isneginf(stats), torch.inf, stats)  # a sum of nothing has no shares
     w = {side: torch.zeros_like(u) for side, u in sides.u.items()}
     for k, slot in enumerate(loss.slots):
@@ -79,51 +59,31 @@ def listed_backward(
         if isinstance(slot, LogSumExp):
             g = g * torch.exp(loss.term(k, *arguments) - known[i, k])
         w[slot.side] = w[slot.side] + g
-    return w["positives"] if want_pos else pos.new_empty(0), w["negatives"] if want_neg else neg.new_empty(0)
+    nothing = grad.new_empty(0)
+    return w["positives"] if b.want_rows else nothing, w["negatives"] if b.want_cols else nothing
 
 
 def triplets_by(dots: Callable[..., Any], dots_backward: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """The engines of listed triplets, made of a backend's engines of listed pairs."""
 
-    def listed_triplets(
-        rows: Tensor,
-        cols: Tensor | None,
-        a: Tensor,
-        p: Tensor,
-        n: Tensor,
-        margin: float,
-        smooth: bool,
-        view: str,
-        normalize: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each anchor [R] the sum of its triplets' losses and how many of them are above 0; their violations [n]."""
-        u_ap, u_an = (dots(rows, cols, a, j, view, normalize) for j in (p, n))
-        violation = u_an - u_ap + margin
-        term = softplus(violation) if smooth else torch.relu(violation)
-        nothing = term.new_zeros(len(rows))
-        return add_at(nothing, a, term), add_at(nothing, a, (term > 0).to(term.dtype)), violation
+    def pairs(a: ListedTriplets, j: Tensor) -> Dots:
+        return Dots(a.rows, a.cols, i=a.a, j=j, view=a.view, normalize=a.normalize)
 
-    def listed_triplets_backward(
-        grad: Tensor,
-        total: Tensor,
-        above: Tensor,
-        violation: Tensor,
-        rows: Tensor,
-        cols: Tensor | None,
-        a: Tensor,
-        p: Tensor,
-        n: Tensor,
-        margin: float,
-        smooth: bool,
-        view: str,
-        normalize: bool,
-        want_rows: bool,
-        want_cols: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def listed_triplets(a: ListedTriplets) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each anchor [R] the sum of its triplets' losses and how many of them are above 0; their violations [n]."""
+        u_ap, u_an = (dots(pairs(a, j)) for j in (a.p, a.n))
+        violation = u_an - u_ap + a.margin
+        term = softplus(violation) if a.smooth else torch.relu(violation)
+        nothing = term.new_zeros(len(a.rows))
+        return add_at(nothing, a.a, term), add_at(nothing, a.a, (term > 0).to(term.dtype)), violation
+
+    def listed_triplets_backward(b: Backward[ListedTriplets]) -> tuple[Tensor, Tensor]:
         """dL/drows and dL/dcols from dL/dsums."""
-        tail = view, normalize, want_rows, want_cols
-        w = grad[a] * (torch.sigmoid(violation) if smooth else (violation > 0).to(grad.dtype))
-        more, less = (dots_backward(g, rows, cols, a, j, *tail) for g, j in ((w, n), (-w, p)))
+        a, violation, grad = b.call, b.out.violation, b.grad.total
+        w = grad[a.a] * (torch.sigmoid(violation) if a.smooth else (violation > 0).to(grad.dtype))
+        more, less = (
+            dots_backward(Backward(pairs(a, j), DotsOut(g), DotsOut(None), b.wants)) for g, j in ((w, a.n), (-w, a.p))
+        )
         return more[0] + less[0], more[1] + less[1]
 
     return {f.__name__: f for f in (listed_triplets, listed_triplets_backward)}

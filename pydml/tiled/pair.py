@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from pydml.declared import Backward, Pair
 from pydml.policy import POLICIES, LogSumExp, Policy, Slot
 from pydml.tiled.sides import Matrix, Tile
 
@@ -24,26 +23,18 @@ def pool(u: Tensor, size: int, sharpness: float) -> tuple[Tensor, Tensor | None]
 class Pairs(Matrix):
     """A matrix with the fields, the mining and the pooling that pair losses may ask for."""
 
-    def __init__(
-        self,
-        rows: Tensor,
-        cols: Tensor | None,
-        row_labels: Tensor,
-        col_labels: Tensor | None,
-        row_field: Tensor | None,
-        col_field: Tensor | None,
-        view: str,
-        normalize: bool,
-        pool_size: int,
-        sharpness: float,
-        selves: Tensor | None = None,
-    ) -> None:
-        super().__init__(rows, cols, row_labels, col_labels, view, normalize, selves)
-        n_cols = self.shape[1] // pool_size
-        dtype = self.row.x.dtype
-        self.row_field = rows.new_zeros(len(rows), dtype=dtype) if row_field is None else row_field.to(dtype)
-        self.col_field = rows.new_zeros(n_cols, dtype=dtype) if col_field is None else col_field.to(dtype)
-        self.pool_size, self.sharpness = pool_size, sharpness
+    def __init__(self, a: Pair) -> None:
+        super().__init__(a.rows, a.cols, a.row_labels, a.col_labels, a.view, a.normalize, a.selves)
+        n_rows, n_cols, dtype = len(a.rows), self.shape[1] // a.pool_size, self.row.x.dtype
+        self.row_field = self.row.x.new_zeros(n_rows) if a.row_field is None else a.row_field.to(dtype)
+        self.col_field = self.row.x.new_zeros(n_cols) if a.col_field is None else a.col_field.to(dtype)
+        self.pool_size, self.sharpness, self.side = a.pool_size, a.sharpness, a.side
+
+    def tile(self, rows: Tensor) -> Tile:
+        tile = super().tile(rows)
+        if self.side != "both":
+            (tile.diff if self.side == "positives" else tile.same).fill_(False)
+        return tile
 
     def similarity(self, rows: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         u, slope, near = super().similarity(rows)
@@ -77,34 +68,18 @@ def members(slot: Slot, tile: Tile) -> Tensor:
     return tile.same if slot.side == "positives" else tile.diff
 
 
-def pair(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    row_field: Tensor | None,
-    col_field: Tensor | None,
-    policy: str,
-    params: Sequence[float],
-    view: str,
-    normalize: bool,
-    epsilon: float | None,
-    pool_size: int,
-    sharpness: float,
-    selves: Tensor | None = None,
-    mined: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Row statistics [R, K], mining thresholds [R, 2], and nothing else to remember.
-
-    ``mined`` are thresholds that are known already, where these columns are a part of those that were mined.
-    """
-    loss: Policy = POLICIES[policy](*params)
-    m = Pairs(rows, cols, row_labels, col_labels, row_field, col_field, view, normalize, pool_size, sharpness, selves)
-    stats = m.row.x.new_zeros(len(rows), len(loss.slots))
-    thresholds = m.row.x.new_zeros(len(rows), 2)
+def pair(a: Pair) -> tuple[Tensor, Tensor, Tensor]:
+    """Row statistics [R, K], mining thresholds [R, 2], and nothing else to remember."""
+    loss: Policy = POLICIES[a.policy](*a.params)
+    m = Pairs(a)
+    stats = m.row.x.new_zeros(len(a.rows), len(loss.slots))
+    thresholds = m.row.x.new_zeros(len(a.rows), 2)
     for tile in m.tiles():
-        if epsilon is not None:
-            thresholds[tile.rows] = mine(tile, epsilon) if mined is None else mined[tile.rows]
+        if a.epsilon is not None:
+            thresholds[tile.rows] = mine(tile, a.epsilon)
+            if a.bounds is not None:
+                known = slice(1, 2) if a.side == "negatives" else slice(0, 2)
+                thresholds[tile.rows, known] = a.bounds[tile.rows, known]
             keep(tile, thresholds[tile.rows])
         arguments = m.arguments(tile)
         for k, slot in enumerate(loss.slots):
@@ -120,41 +95,21 @@ def pair(
     return stats, thresholds, stats.new_empty(0, dtype=torch.uint8)
 
 
-def pair_saved(*_: object) -> int:
+def pair_saved(a: Pair) -> int:
     """Bytes that the forward keeps for the backward: none, tiles are recomputed."""
     return 0
 
 
-def pair_backward(
-    grad: Tensor,
-    stats: Tensor,
-    thresholds: Tensor,
-    saved: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    row_field: Tensor | None,
-    col_field: Tensor | None,
-    policy: str,
-    params: Sequence[float],
-    view: str,
-    normalize: bool,
-    epsilon: float | None,
-    pool_size: int,
-    sharpness: float,
-    want_rows: bool,
-    want_cols: bool,
-    selves: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def pair_backward(b: Backward[Pair]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dstats: w_ij = Σ_k dL/dstat_ik · dstat_ik/du_ij."""
-    loss: Policy = POLICIES[policy](*params)
-    m = Pairs(rows, cols, row_labels, col_labels, row_field, col_field, view, normalize, pool_size, sharpness, selves)
-    m.start_gradient(want_rows, want_cols)
-    (grad,) = m.poison(grad)
+    a, stats, thresholds = b.call, b.out.stats, b.out.thresholds
+    loss: Policy = POLICIES[a.policy](*a.params)
+    m = Pairs(a)
+    m.start_gradient(b.want_rows, b.want_cols)
+    (grad,) = m.poison(b.grad.stats)
     known = torch.where(torch.isneginf(stats), torch.inf, stats)  # a sum of nothing has no shares
     for tile in m.tiles():
-        if epsilon is not None:
+        if a.epsilon is not None:
             keep(tile, thresholds[tile.rows])
         arguments = m.arguments(tile)
         w = torch.zeros_like(tile.u)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pydml.declared import Rank
 from pydml.tiled.sides import Matrix, Tile, beyond, twins
 
 
-def rank(
-    rows: Tensor, cols: Tensor | None, row_labels: Tensor, col_labels: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rank(a: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per query: positives [R], negatives above the best one, hits and average precision among the first R.
 
     The last three are [R, 2]: ties between a positive and a negative in favour of the positive, then against it.
     """
-    m = Matrix(rows, cols, row_labels, col_labels, "dot", normalize)
-    positives = row_labels.new_zeros(len(rows))
-    above, hits = row_labels.new_zeros(len(rows), 2), row_labels.new_zeros(len(rows), 2)
-    precision = m.row.x.new_zeros((len(rows), 2), dtype=torch.float64)
+    m, queries = Matrix.of(a), len(a.rows)
+    positives = torch.zeros_like(a.row_labels)
+    above, hits = a.row_labels.new_zeros(queries, 2), a.row_labels.new_zeros(queries, 2)
+    precision = m.row.x.new_zeros((queries, 2), dtype=torch.float64)
     first = twins(m.col.x)
     for tile in m.tiles():  # nothing where there are no queries
         if first is not None:  # equal columns tie, whatever bits the product gave them

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from pydml.declared import Extremes, Mined, Sample, TopK
 from pydml.policy import POLICIES
 from pydml.tiled.pair import keep, mine
 from pydml.tiled.sides import Matrix, Tile, twins
@@ -24,6 +23,9 @@ def _at(u: Tensor, index: Tensor, missing: float) -> Tensor:
 
 
 def _extremes(tile: Tile, positive: str, negative: str) -> tuple[Tensor, Tensor]:
+    for side, mask in ((positive, tile.same), (negative, tile.diff)):
+        if side == "none":
+            mask.fill_(False)
     if positive == "semihard":  # the hardest positive that is still nearer than the chosen negative
         n = _extreme(tile.u, tile.diff, largest=negative == "hard")
         return _extreme(tile.u, tile.same & (tile.u > _at(tile.u, n, torch.inf)), largest=False), n
@@ -34,22 +36,12 @@ def _extremes(tile: Tile, positive: str, negative: str) -> tuple[Tensor, Tensor]
     return p, _extreme(tile.u, member, largest=negative != "easy")
 
 
-def extremes(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    positive: str,
-    negative: str,
-    view: str,
-    normalize: bool,
-    selves: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def extremes(a: Extremes) -> tuple[Tensor, Tensor]:
     """Column of the easy/hard/semi-hard positive and negative of every row; -1 where it has none."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
-    p, n = row_labels.new_full((len(rows),), -1), row_labels.new_full((len(rows),), -1)
+    m = Matrix.of(a)
+    p, n = torch.full_like(a.row_labels, -1), torch.full_like(a.row_labels, -1)
     for tile in m.tiles():
-        p[tile.rows], n[tile.rows] = _extremes(tile, positive, negative)
+        p[tile.rows], n[tile.rows] = _extremes(tile, a.positive, a.negative)
     return p, n
 
 
@@ -77,31 +69,19 @@ def extremes_up_to(
     return p, n
 
 
-def topk(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    policy: str,
-    params: Sequence[float],
-    k: int,
-    side: str,
-    view: str,
-    normalize: bool,
-    selves: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def topk(a: TopK) -> tuple[Tensor, Tensor]:
     """The k pairs (i, j) of largest loss, ties to the smaller (i, j); -1 beyond the last pair.
 
     Unordered pairs (i < j) where the columns are the rows, else every (row, column) pair.
     """
-    loss = POLICIES[policy](*params)
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
+    loss, k, side = POLICIES[a.policy](*a.params), a.k, a.side
+    m = Matrix.of(a)
     zero = m.row.x.new_zeros(1, 1)
-    best, flat = m.row.x.new_full((k,), -torch.inf), row_labels.new_full((k,), -1)
+    best, flat = m.row.x.new_full((k,), -torch.inf), a.row_labels.new_full((k,), -1)
     for tile in m.tiles():
         member = {"positives": tile.same, "negatives": tile.diff}.get(side, tile.same | tile.diff)
         if m.symmetric:
-            member = member & (tile.rows[:, None] < torch.arange(m.shape[1], device=rows.device))
+            member = member & (tile.rows[:, None] < m.columns)
         value = torch.where(tile.same, loss.term(0, tile.u, zero, zero), loss.term(1, tile.u, zero, zero))
         value = value.masked_fill(~member, -torch.inf).flatten()
         least = value.topk(min(k, len(value))).values[-1:]
@@ -114,17 +94,9 @@ def topk(
     return i, torch.where(flat < 0, -1, flat % max(m.shape[1], 1))
 
 
-def mined(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    epsilon: float | None,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mined(a: Mined) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Multi-Similarity's mined pairs (a1, p, a2, n); with no ``epsilon``, all pairs."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
+    m, epsilon = Matrix.of(a), a.epsilon
     found: list[tuple[Tensor, ...]] = []
     for tile in m.tiles():
         if epsilon is not None:
@@ -132,7 +104,7 @@ def mined(
         a1, p = tile.same.nonzero(as_tuple=True)
         a2, n = tile.diff.nonzero(as_tuple=True)
         found.append((tile.rows[a1], p, tile.rows[a2], n))
-    empty = row_labels.new_empty(0)
+    empty = a.row_labels.new_empty(0)
     a1, p, a2, n = (torch.cat(part) for part in zip(*found, strict=True)) if found else (empty.clone() for _ in "apan")
     return a1, p, a2, n
 
@@ -150,30 +122,20 @@ def uniform(seed: Tensor, counter: Tensor) -> Tensor:
     return (shift(v, 11).double() + 0.5) * 2.0**-53
 
 
-def sample(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    anchors: Tensor,
-    seed: Tensor,
-    cutoff: float,
-    nonzero_loss_cutoff: float,
-) -> Tensor:
+def sample(a: Sample) -> Tensor:
     """For each anchor a negative drawn with weight 1/q(D) by Gumbel-max, -1 where no weight is above 0.
 
     log w = (2-d)·log D - (d-3)/2·log(1-D²/4), D clamped below at ``cutoff``, only D < ``nonzero_loss_cutoff``
     (Wu et al. 2017, section 4).
     """
-    m = Matrix(rows, cols, row_labels, col_labels, "euclidean", True)
-    dim = rows.shape[1]
-    columns = torch.arange(m.shape[1], device=rows.device)
-    drawn = torch.full_like(anchors, -1)
-    for places in torch.arange(len(anchors), device=rows.device).split(1024) if len(columns) else ():
-        tile = m.tile(anchors[places])
-        d = (-tile.u.double()).clamp_min(cutoff)
+    m = Matrix(a.rows, a.cols, a.row_labels, a.col_labels, "euclidean", True)
+    dim, columns = a.rows.shape[1], m.columns
+    drawn = torch.full_like(a.anchors, -1)
+    for places in torch.arange(len(a.anchors), device=a.rows.device).split(1024) if len(columns) else ():
+        tile = m.tile(a.anchors[places])
+        d = (-tile.u.double()).clamp_min(a.cutoff)
         log_w = (2.0 - dim) * d.log() - (dim - 3) / 2 * torch.log1p(-0.25 * d * d)
-        member = tile.diff & (d < nonzero_loss_cutoff) & torch.isfinite(log_w)
-        gumbel = -torch.log(-torch.log(uniform(seed, places[:, None] * len(columns) + columns)))
+        member = tile.diff & (d < a.nonzero_loss_cutoff) & torch.isfinite(log_w)
+        gumbel = -torch.log(-torch.log(uniform(a.seed, places[:, None] * len(columns) + columns)))
         drawn[places] = _extreme(log_w + gumbel, member, largest=True)
     return drawn

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from pydml.sums import add_at_
 
@@ -146,6 +148,13 @@ class Matrix:
         #: Are du/dD² wanted? Who only selects leaves them out.
         self.slopes = True
 
+    @classmethod
+    def of(cls, a: Any) -> Self:
+        """The matrix of a call of an op; metrics have no view, and listed pairs no labels."""
+        nowhere = a.rows.new_empty(0, dtype=torch.int64)
+        labels = getattr(a, "row_labels", nowhere), getattr(a, "col_labels", None)
+        return cls(a.rows, a.cols, *labels, getattr(a, "view", "dot"), a.normalize, getattr(a, "selves", None))
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.row.x.shape[0], self.col.x.shape[0]
@@ -167,7 +176,8 @@ class Matrix:
     def clear_self(self, mask: Tensor, rows: Tensor) -> None:
         """Self pairs are excluded by index, never by value."""
         if self.selves is not None:
-            mask[torch.arange(len(rows), device=rows.device), self.selves[rows]] = False
+            selves = self.selves[rows]
+            mask[torch.arange(len(rows), device=rows.device), selves.clamp_min(0)] &= selves < 0
 
     def similarity(self, rows: Tensor) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
         """u, du/dD² and the near pairs of a block of rows."""

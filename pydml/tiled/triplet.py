@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
+from pydml.declared import Above, Against, Backward, Below, Triplet
 from pydml.policy import softplus
 from pydml.tiled.sides import Matrix, Tile, beyond
 
@@ -26,7 +27,7 @@ class Anchors:
 
 
 @dataclass
-class Against:
+class Held:
     """Negatives [r, N] held against thresholds [r, M], the similarities of positives."""
 
     total: Tensor  # [r] sum of the losses
@@ -35,10 +36,10 @@ class Against:
     positives: Tensor  # [r, M] and, but for its sign, by each threshold
 
 
-def against(tile: Tile, thresholds: Tensor, margin: float, smooth: bool) -> Against:
+def held(tile: Tile, thresholds: Tensor, margin: float, smooth: bool) -> Held:
     """All triplets of a tile's rows and thresholds [r, M], +inf where there is none."""
     if smooth:  # one threshold at a time
-        out = Against(tile.u.new_zeros(len(tile.u)), torch.zeros_like(tile.rows), torch.zeros_like(tile.u),
+        out = Held(tile.u.new_zeros(len(tile.u)), torch.zeros_like(tile.rows), torch.zeros_like(tile.u),
                       torch.zeros_like(thresholds))  # fmt: skip
         for p, u_ap in enumerate(thresholds.T):
             member = tile.diff & (u_ap < torch.inf)[:, None]
@@ -56,13 +57,13 @@ def against(tile: Tile, thresholds: Tensor, margin: float, smooth: bool) -> Agai
     prefix = torch.nn.functional.pad(rising.masked_fill(rising == torch.inf, 0).cumsum(1), (1, 0))
     total = torch.where(tile.diff, k * reach - prefix.gather(1, k), 0).sum(1)
     passed = beyond(k, tile.diff, thresholds.shape[1]).to(total.dtype)
-    return Against(total, k.sum(1), k.to(total.dtype), torch.empty_like(rising).scatter_(1, order, passed))
+    return Held(total, k.sum(1), k.to(total.dtype), torch.empty_like(rising).scatter_(1, order, passed))
 
 
 def _all(tile: Tile, margin: float, smooth: bool, w: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
     """All triplets of a tile."""
     a = Anchors(tile)
-    found = against(tile, a.u.masked_fill(~a.real, torch.inf), margin, smooth)
+    found = held(tile, a.u.masked_fill(~a.real, torch.inf), margin, smooth)
     if w is not None:
         w += g * found.negatives
         w.scatter_add_(1, a.index, -g * found.positives * a.real)
@@ -106,60 +107,87 @@ def _semihard(tile: Tile, margin: float, smooth: bool, w: Tensor | None, g: Tens
     return term.sum(1), (term > 0).sum(1)
 
 
-def _tile(
-    m: Matrix, tile: Tile, mode: str, margin: float, swap: bool, smooth: bool, w: Tensor | None, g: Tensor
-) -> tuple[Tensor, Tensor]:
+def _tile(m: Matrix, tile: Tile, a: Triplet, w: Tensor | None, g: Tensor) -> tuple[Tensor, Tensor]:
     """Losses and counts of a tile's anchors; with ``w``, also add g·dloss/du to it."""
-    if mode == "semihard":
-        return _semihard(tile, margin, smooth, w, g)
-    return _swapped(m, tile, margin, smooth, w, g) if swap else _all(tile, margin, smooth, w, g)
+    if a.mode == "semihard":
+        return _semihard(tile, a.margin, a.smooth, w, g)
+    return _swapped(m, tile, a.margin, a.smooth, w, g) if a.swap else _all(tile, a.margin, a.smooth, w, g)
 
 
-def triplet(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    mode: str,
-    margin: float,
-    swap: bool,
-    smooth: bool,
-    view: str,
-    normalize: bool,
-    selves: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def triplet(a: Triplet) -> tuple[Tensor, Tensor]:
     """Per anchor: the sum of its triplets' losses and how many of them are above 0."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
-    total, count = m.row.x.new_zeros(2, len(rows)).unbind()
+    m = Matrix.of(a)
+    total, count = m.row.x.new_zeros(2, len(a.rows)).unbind()
     for tile in m.tiles():
-        sums, above = _tile(m, tile, mode, margin, swap, smooth, None, total[:1])
+        sums, above = _tile(m, tile, a, None, total[:1])
         total[tile.rows], count[tile.rows] = sums, above.to(count.dtype)
     total, count = m.poison(total, count)
     return total, count
 
 
-def triplet_backward(
-    grad: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    mode: str,
-    margin: float,
-    swap: bool,
-    smooth: bool,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-    selves: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def triplet_backward(b: Backward[Triplet]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dtotal [R]."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, selves)
-    m.start_gradient(want_rows, want_cols)
-    (grad,) = m.poison(grad)
+    m = Matrix.of(b.call)
+    m.start_gradient(b.want_rows, b.want_cols)
+    (grad,) = m.poison(b.grad.total)
     for tile in m.tiles():
         w = torch.zeros_like(tile.u)
-        _tile(m, tile, mode, margin, swap, smooth, w, grad[tile.rows, None])
+        _tile(m, tile, b.call, w, grad[tile.rows, None])
         m.add_weights(tile, w)
     return m.gradients()
+
+
+def against(a: Against) -> tuple[Tensor, Tensor]:
+    """Per row the sum of its triplets' losses, and how many of them are above 0."""
+    m = Matrix.of(a)
+    total, count = m.row.x.new_zeros(2, len(a.rows)).unbind()
+    for tile in m.tiles():
+        found = held(tile, a.positives[tile.rows], a.margin, a.smooth)
+        total[tile.rows], count[tile.rows] = found.total, found.count.to(count.dtype)
+    total, count = m.poison(total, count)
+    return total, count
+
+
+def against_backward(b: Backward[Against]) -> tuple[Tensor, Tensor, Tensor]:
+    """dL/drows, dL/dcols and dL/dpositives from dL/dtotal [R]."""
+    a = b.call
+    m = Matrix.of(a)
+    m.start_gradient(b.want_rows, b.want_cols)
+    (grad,) = m.poison(b.grad.total)
+    d_positives = torch.zeros_like(a.positives)
+    for tile in m.tiles():
+        found = held(tile, a.positives[tile.rows], a.margin, a.smooth)
+        g = grad[tile.rows, None]
+        m.add_weights(tile, g * found.negatives)
+        d_positives[tile.rows] = -g * found.positives
+    return *m.gradients(), d_positives
+
+
+def below(a: Below) -> tuple[Tensor, Tensor]:
+    """Column and u [R, M] of the most similar negative below each bound; ties go to the smallest column."""
+    m = Matrix.of(a)
+    n, u = torch.full_like(a.bounds, -1, dtype=torch.int64), torch.full_like(a.bounds, -torch.inf)
+    for tile in m.tiles():
+        falling, order = (-tile.u).masked_fill(~tile.diff, torch.inf).sort(dim=1, stable=True)
+        bounds = a.bounds[tile.rows]
+        place = torch.searchsorted(falling, (-bounds).contiguous(), right=True)
+        found = place < falling.shape[1]
+        place = place.clamp_max(falling.shape[1] - 1)
+        best = -falling.gather(1, place)
+        found &= torch.isfinite(best) & (bounds < torch.inf)
+        n[tile.rows] = torch.where(found, order.gather(1, place), -1)
+        u[tile.rows] = torch.where(found, best, -torch.inf)
+    return n, u
+
+
+def above(a: Above) -> Tensor:
+    """Negatives [2, R, M] above each bound, and at or above it."""
+    m = Matrix.of(a)
+    rising, order = a.bounds.sort(1)
+    number = torch.zeros((2, *a.bounds.shape), dtype=torch.int64, device=a.bounds.device)
+    for tile in m.tiles():
+        for ties, right in enumerate((False, True)):
+            k = torch.searchsorted(rising[tile.rows], tile.u.contiguous(), right=right)
+            found = beyond(torch.where(tile.diff, k, 0), tile.diff, rising.shape[1])
+            number[ties, tile.rows] = torch.empty_like(found).scatter_(1, order[tile.rows], found)
+    return number
