@@ -482,19 +482,14 @@ class Op:
         return self.schema.replace(f", {BACKEND.schema})", ")")
 
     def read(self, values: Sequence[Any]) -> Any:
-        """What a kernel receives, from the arguments of the op in their order."""
+        """What a kernel receives, from the arguments of the op in their order; those with defaults may be left out."""
         if not self.is_backward:
             return self.call(*values)
-        at, out = len(self.own), self.call.Out
+        at, end, out = len(self.own), len(values) - len(self.call.sides), self.call.Out
         grads = dict(zip(self.call.grads, values, strict=False))
-        kept = dict(zip(self.call.kept, values[len(grads) :], strict=False))
+        kept = dict(zip(self.call.kept, values[len(grads) : at], strict=True))
         grad, left = (out(**{name: given.get(name) for name in out._fields}) for given in (grads, kept))
-        return Backward(
-            self.call(*values[at : at + len(self.forward_arguments)]),
-            grad,
-            left,
-            tuple(values[-len(self.call.sides) :]),
-        )
+        return Backward(self.call(*values[at:end]), grad, left, tuple(values[end:]))
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise where the arguments of a call, the backend last, do not fit: which, what was given, what was wanted."""
