@@ -303,6 +303,22 @@ class Below(Matrix):
     normalize: Bool
 
 
+class PositivesOut(NamedTuple):
+    u: Annotated[Tensor, Array(("R", "most"))]
+
+
+@dataclass(slots=True)
+class Positives(Matrix):
+    """Similarities of each row's positives among these columns, in any order; +inf behind them."""
+
+    op, Out = "positives", PositivesOut
+
+    #: No row has more of them here; more are left out.
+    most: Annotated[int, Count(0, MOST_ROWS)]
+    normalize: Bool
+    selves: SelfColumns = None
+
+
 class AboveOut(NamedTuple):
     #: Negatives above each bound, and at or above it.
     number: Annotated[Tensor, Array((2, "R", "M"), INT64)]
@@ -429,8 +445,8 @@ def _compiled(policy: str, backend: str) -> None:
 CALLS: dict[str, type[Any]] = {
     call.op: call
     for call in (
-        Pair, Dots, Listed, Histogram, Triplet, ListedTriplets, Against, Below, Above, Extremes, TopK, Mined, Sample,
-        Rank,
+        Pair, Dots, Listed, Histogram, Triplet, ListedTriplets, Against, Below, Positives, Above, Extremes, TopK, Mined,
+        Sample, Rank,
     )
 }  # fmt: skip
 

@@ -70,6 +70,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rank(const Tensor& rows, const Option
   return with_type(rows, [&](auto r) { return run<decltype(r)>(rows, cols, row_labels, col_labels, normalize); });
 }
 
+// u of each row's positives [R, most], +inf behind them.
+Tensor positives(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
+                 const OptionalTensor& col_labels, int64_t most, bool normalize, const OptionalTensor& selves) {
+  TORCH_CHECK(most >= 0, "most: got ", most, ", wanted at least 0");
+  return with_type(rows, [&](auto r) {
+    using R = decltype(r);
+    const Matrix<R> m(rows, cols, row_labels, col_labels, selves, View::dot, normalize, Ties::exact);
+    auto work = m.workspaces();
+    Tensor u = at::full({m.n_rows, most}, std::numeric_limits<double>::infinity(), rows.options().dtype(type_of<R>()));
+    std::vector<int64_t> used(m.n_rows, 0);
+    R* const out = u.template data_ptr<R>();
+    m.for_positives(work, [&](int64_t i, int64_t, R value) {
+      if (used[i] < most) out[m.row.place(i) * most + used[i]++] = value;
+    });
+    return u;
+  });
+}
+
 // Negatives above each bound, and at or above it: [2, R, M].
 Tensor above(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels, const OptionalTensor& col_labels,
              const Tensor& bounds, bool normalize) {
@@ -93,6 +111,7 @@ Tensor above(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_l
 
 TORCH_LIBRARY_IMPL(pydml_cpu, CPU, m) {
   m.impl("rank", rank);
+  m.impl("positives", positives);
   m.impl("above", above);
 }
 

@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 
 from pydml import ops
-from pydml.among import among
-from pydml.backends import kernel
+from pydml.declared import Dots, TopK, Triplet
 from pydml.distributed.engines import (
     Engine,
     Extremes,
     Histogram,
+    Nearest,
     Pair,
-    Search,
     Sides,
     Triplets,
-    mining_thresholds,
     row_statistics,
     run,
 )
@@ -41,6 +39,7 @@ from pydml.distributed.walk import WALKS, Walk
 from pydml.losses.batch import Batch, pair_stats
 from pydml.policy import POLICIES, softplus
 from pydml.sums import add_at
+from pydml.tiled.select import extremes_up_to
 
 #: Positives of a row up to which triplets are streamed; they are fetched, so larger classes would bring most columns.
 MOST_POSITIVES = 64
@@ -56,6 +55,8 @@ class Shards:
     mode: str
     ref_grad: bool = False
     class_sizes: list[int] | None = None  # of sharded proxies; None: every rank has them all
+    #: The columns [B] of the concatenated reference set that the rows of all ranks are, where there are such.
+    selves: Tensor | None = None
 
     @property
     def own(self) -> slice:
@@ -78,6 +79,13 @@ class ShardedBatch(Batch):
     def size(self) -> tuple[int, int]:
         shards = self._shards
         return sum(shards.sizes), sum(shards.sizes if shards.ref_sizes is None else shards.ref_sizes)
+
+    @property
+    def has_selves(self) -> bool:
+        return self.ref is None or self._shards.selves is not None
+
+    def self_columns(self) -> Tensor:
+        return super().self_columns() if self._shards.selves is None else self._shards.selves
 
     # What the epilogues ask for beside statistics
 
@@ -132,12 +140,12 @@ class ShardedBatch(Batch):
         labels = self.known_labels() if labels is None else labels
         col_labels = labels if self.ref is None else self.ref_labels
         assert col_labels is not None
-        return Sides(labels, col_labels, self.view, self.normalize, self.backend)
+        return Sides(labels, col_labels, self.view, self.normalize, self.backend, self.selves)
 
-    def _statistics(self, engine: Engine) -> Tensor:
+    def _statistics(self, engine: Engine, more: Tensor | None = None) -> Tensor:
         shards = self._shards
         want_cols = self.ref is None or shards.ref_grad
-        return row_statistics(engine, self.walk, self.rows, self.cols, shards.own, want_cols)
+        return row_statistics(engine, self.walk, self.rows, self.cols, shards.own, want_cols, more)
 
     def stats(
         self,
@@ -152,12 +160,7 @@ class ShardedBatch(Batch):
         if listed and self.pairs is not None:
             return self.listed_stats(policy, params, row_field)[0]
         self.prepare(policy, epsilon)
-        shards, sides, thresholds = self._shards, self._sides(), None
-        if epsilon is not None:
-            thresholds = mining_thresholds(
-                sides, self.walk, self.rows, shards.own, shards.sizes, self.ref is None, epsilon
-            )
-        engine = Pair(sides, policy, params, row_field, col_field, thresholds)
+        engine = Pair(self._sides(), policy, params, row_field, col_field, epsilon, self._shards.sizes)
         return self._gather(self._statistics(engine), "row statistics")
 
     def histogram(self, nodes: int, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -180,37 +183,37 @@ class ShardedBatch(Batch):
         shards = self._shards
         if not (swap or self.walk.holds_all or (self.positives() > MOST_POSITIVES).any()):
             return self._streamed_triplets(mode, float(margin), smooth)
-        options = (mode, float(margin), swap, smooth, self.view, self.normalize)
+        how = {"mode": mode, "margin": float(margin), "swap": swap, "smooth": smooth, **self.how}
         if swap:  # here it also needs the rows of its positives: every rank computes everything
-            total, above = ops.triplet(self.everything(), None, self.known_labels(), None, *options, self.backend)
+            call = Triplet(self.everything(), None, self.known_labels(), None, **how)
+            total, above = ops.call(call, self.backend)
             return total, above
         sizes = shards.sizes if shards.ref_sizes is None else shards.ref_sizes
         cols = gather_columns(self.rows if self.cols is None else self.cols, shards.group, sizes, "embeddings")
-        selves = torch.arange(shards.own.start, shards.own.stop, device=cols.device) if self.ref is None else None
-        sides = self._sides()
-        labels = sides.row_labels[shards.own], sides.col_labels
-        total, above = among(self.rows, cols, selves, self.backend, "triplet", *labels, *options)
+        sides, selves = self._sides(), self.self_columns()[shards.own] if self.has_selves else None
+        call = Triplet(**sides.matrix(self.rows, cols, shards.own, slice(None)), **how, selves=selves)
+        total, above = ops.call(call, self.backend)
         both = self._gather(torch.stack((total, above), 1), "sums over triplets")
         return both[:, 0], both[:, 1].detach()
 
     def _streamed_triplets(self, mode: str, margin: float, smooth: bool) -> tuple[Tensor, Tensor]:
         """The positives of a row are few and their similarities are known first; then negatives pass by."""
+        own = self._shards.own
         i, place, j = self.positive_pairs()
         u_ap = self.dots(i, j)
-        positives = u_ap.new_full((self.size[0], int(place.amax()) + 1 if len(place) else 0), torch.inf)
-        positives[i, place] = u_ap.detach()
+        nothing = u_ap.new_full((self.size[0], int(place.amax()) + 1 if len(place) else 0), torch.inf)
+        positives = nothing.index_put((i, place), u_ap)
         if mode == "all":
-            engine = Triplets(self._sides(), positives, margin, smooth)
-            found = self._gather(self._statistics(engine), "sums over triplets")
-            slopes = found[i, 2 + place].detach()
-            return add_at(found[:, 0], i, slopes * (u_ap.detach() - u_ap)), found[:, 1].detach()
-        searches = [Search("negatives", largest=True, below=u) for u in positives.T]
-        n = self._search(searches)[:, 1::2].long()[i, place] if searches else i
+            mine = positives[own].contiguous()
+            engine = Triplets(self._sides(), mine.detach(), margin, smooth)
+            found = self._gather(self._statistics(engine, mine), "sums over triplets")
+            return found[:, 0], found[:, 1].detach()
+        n = self._search(Nearest(self._sides(), positives.detach()))[:, 1::2].long()[i, place] if len(place) else i
         i, u_ap, n = i[n >= 0], u_ap[n >= 0], n[n >= 0]
         violation = self.dots(i, n) - u_ap + margin
         term = softplus(violation) if smooth else torch.relu(violation)
-        nothing = term.new_zeros(self.size[0])
-        total, above = (add_at(nothing, i, x.to(term.dtype)) for x in (term, term > 0))
+        zeros = term.new_zeros(self.size[0])
+        total, above = (add_at(zeros, i, x.to(term.dtype)) for x in (term, term > 0))
         return self.nan(total), above
 
     # Chosen pairs
@@ -222,33 +225,32 @@ class ShardedBatch(Batch):
         total, above = (add_at(nothing, a, x.to(term.dtype)) for x in (term, term > 0))
         return total, above.detach()
 
-    def _search(self, searches: list[Search]) -> Tensor:
-        """What each search finds for all rows: similarity and column [B, 2·searches]."""
-        shards, engine = self._shards, Extremes(self._sides(), searches)
+    def _search(self, engine: Engine) -> Tensor:
+        """What an engine finds for all rows: similarities and columns [B, 2·searches]."""
+        shards = self._shards
         mine, _ = run(engine, self.walk, self.rows.detach(), shards.own, self.ref is None)
         return shards.group.all_gather(mine, shards.sizes, "extremes")
 
     def extremes(self, positive: str, negative: str) -> tuple[Tensor, Tensor]:
-        best = Search("positives", largest=positive == "easy")
-        if negative != "semihard":
-            both = self._search([best, Search("negatives", largest=negative == "hard")])
-            return both[:, 1].long(), both[:, 3].long()
-        first = self._search([best])
-        u, p = first[:, 0] * (1 if best.largest else -1), first[:, 1].long()
-        bound = torch.where(p < 0, -torch.inf, u)
-        second = self._search([Search("negatives", largest=True, below=bound)])
-        return p, second[:, 1].long()
+        sides = self._sides()
+        found = self._search(Extremes(sides, positive, "none" if negative == "semihard" else negative))
+        p, n = found[:, 1].long(), found[:, 3].long()
+        if negative == "semihard":
+            u = found[:, :1].to(self.dtype) * (1 if positive == "easy" else -1)
+            bound = torch.where(p[:, None] < 0, torch.inf, u)
+            n = self._search(Nearest(sides, bound))[:, 1].long()
+        return p, n
 
     def extremes_up_to(self, limit: float, semihard: bool) -> tuple[Tensor, Tensor]:
-        above = torch.full((self.size[0],), limit, dtype=self.dtype, device=self.embeddings.device)
-        best, hardest = Search("positives", largest=True, below=_next(above)), Search("negatives", largest=True)
-        if not semihard:
-            both = self._search([best, hardest])
-            return both[:, 1].long(), both[:, 3].long()
-        first = self._search([best])
-        u, p = first[:, 0].to(self.dtype), first[:, 1].long()
-        bound = torch.where(p < 0, -torch.inf, _next(u))
-        return p, self._search([Search("negatives", largest=True, below=bound)])[:, 1].long()
+        """See :meth:`Batch.extremes_up_to`: in plain PyTorch there too, here with all columns on every rank."""
+        shards, sides = self._shards, self._sides()
+        own, sizes = shards.own, shards.sizes if shards.ref_sizes is None else shards.ref_sizes
+        cols = shards.group.all_gather(self.walk.x, sizes, "embeddings").to(self.dtype)
+        selves = self.self_columns()[own] if self.has_selves else None
+        matrix = sides.matrix(self.rows.detach(), cols, own, slice(None))
+        p, n = extremes_up_to(**matrix, limit=limit, semihard=semihard, **self.how, selves=selves)
+        both = shards.group.all_gather(torch.stack((p, n), 1), shards.sizes, "extremes")
+        return both[:, 0], both[:, 1]
 
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
         """See :meth:`Batch.topk`. Every rank proposes the k largest of its own pairs; the best of all are taken."""
@@ -261,11 +263,11 @@ class ShardedBatch(Batch):
                 continue
             if symmetric and block.x is not None and not block.both and block.at.start < own.start:
                 continue  # its owner meets this rank too, and takes these pairs
-            labels = sides.labels(own, block.at, block.x)
-            options = (policy, [float(p) for p in params], k, side, self.view, self.normalize)
-            i, j = kernel(self.backend, "topk")(rows, block.x, *labels, *options)
+            matrix, selves = sides.matrix(rows, block.x, own, block.at), sides.among(own, block.at)
+            ranked = {"policy": policy, "params": [float(p) for p in params], "k": k, "side": side}
+            i, j = sides.run(TopK(**matrix, **ranked, **self.how, selves=selves))
             i, j = i[i >= 0], j[i >= 0]
-            u = kernel(self.backend, "dots")(rows, block.x, i, j, self.view, self.normalize)
+            u = sides.run(Dots(rows, block.x, i=i, j=j, **self.how))
             i, j = i + own.start, j + block.at.start
             same = sides.row_labels[i] == sides.col_labels[j]
             value = torch.where(same, loss.term(0, u, zero, zero), loss.term(1, u, zero, zero))
@@ -289,7 +291,7 @@ class ShardedBatch(Batch):
         mine = (owner == shards.group.rank).nonzero()[:, 0]
         wanted, at = torch.unique(j[mine], return_inverse=True)
         cols = fetch(self.rows if self.cols is None else self.cols, wanted, shards.group, sizes)
-        u = ops.dots(self.rows, cols, i[mine] - shards.own.start, at, self.view, self.normalize, self.backend)
+        u = ops.call(Dots(self.rows, cols, i=i[mine] - shards.own.start, j=at, **self.how), self.backend)
         numbers = torch.bincount(owner, minlength=shards.group.size).tolist()
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         # A NaN on a rank that owns none of these pairs must not stay unseen: nothing compares as larger than it.
@@ -360,7 +362,8 @@ class ShardedBatch(Batch):
         own = self.known_labels()[shards.own]
         at = torch.arange(len(own), device=own.device)
         w = shared(w.to(self.dtype), shards.group, "proxies")
-        return self._gather(ops.dots(w, self.rows, own, at, "dot", True, self.backend), "similarities with proxies")
+        u = ops.call(Dots(w, self.rows, i=own, j=at, view="dot", normalize=True), self.backend)
+        return self._gather(u, "similarities with proxies")
 
     def gram(self) -> Tensor:
         return sum_over_ranks(super().gram(), self._shards.group, "Gram matrices")
@@ -368,8 +371,3 @@ class ShardedBatch(Batch):
     def over_classes(self, value: Tensor) -> Tensor:
         shards = self._shards
         return value if shards.class_sizes is None else sum_over_ranks(value, shards.group, "a sum over classes")
-
-
-def _next(x: Tensor) -> Tensor:
-    """The next number: u < it says u ≤ x."""
-    return torch.nextafter(x, torch.full_like(x, torch.inf))

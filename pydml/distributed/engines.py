@@ -1,8 +1,10 @@
 """Row statistics of one rank's rows against the columns of all ranks, a block at a time.
 
-Statistics of disjoint columns merge exactly: sums by adding, log-sum-exps by logaddexp, extremes by comparing. The
-backward pass hands the *merged* statistics to the engines' own backward kernels, so a pair has the weight that it would
-have in one process.
+Statistics of disjoint columns merge exactly: sums by adding, log-sum-exps by logaddexp, extremes by comparing. A block
+is an ordinary call of an op (:mod:`pydml.declared`) on the backend that was asked for, with what only the whole batch
+knows as arguments: which columns the rows are (``selves``), mining thresholds (``bounds``), similarities of positives.
+The backward pass hands the *merged* statistics to the ops' backward, so a pair has the weight that it would have in
+one process.
 """
 
 from __future__ import annotations
@@ -15,14 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydml.among import KNOWING
-from pydml.backends import kernel
-from pydml.distributed.walk import Walk
+from pydml import declared, ops
+from pydml.declared import Backward, Call, HistogramOut, PairOut, TripletOut
+from pydml.distributed.walk import Block, Walk
 from pydml.policy import POLICIES, LogSumExp
-from pydml.tiled.pair import mine
-from pydml.tiled.select import _extreme
-from pydml.tiled.sides import Matrix, Tile
-from pydml.tiled.triplet import Against, against
 
 
 @dataclass
@@ -34,12 +32,27 @@ class Sides:
     view: str
     normalize: bool
     backend: str
+    #: The columns that the rows are [B], where they are some of the columns.
+    selves: Tensor | None = None
 
-    def labels(self, i: slice, j: slice, cols: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.row_labels[i], None if cols is None else self.col_labels[j]
+    def matrix(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> dict[str, Any]:
+        """Arguments of the ops that look at a whole block."""
+        col_labels = None if cols is None else self.col_labels[j]
+        return {"rows": rows, "cols": cols, "row_labels": self.row_labels[i], "col_labels": col_labels}
 
-    def matrix(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> Matrix:
-        return Matrix(rows, cols, *self.labels(i, j, cols), self.view, self.normalize)
+    @property
+    def how(self) -> dict[str, Any]:
+        return {"view": self.view, "normalize": self.normalize}
+
+    def among(self, i: slice, j: slice) -> Tensor | None:
+        """Which columns of a block the rows are, -1: none of these."""
+        if self.selves is None:
+            return None
+        here = self.selves[i] - j.start
+        return torch.where((here >= 0) & (here < j.stop - j.start), here, -1)
+
+    def run(self, received: Call | Backward[Any]) -> Any:
+        return ops.direct(received, self.backend)
 
 
 class Engine:
@@ -61,10 +74,15 @@ class Engine:
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def statistics(self, walk: Walk, rows: Tensor, i: slice, symmetric: bool) -> tuple[Tensor, list[Kept]]:
+        """Merged statistics of this rank's rows, and what was kept of each block."""
+        return run(self, walk, rows, i, symmetric)
+
     def backward(
         self, grad: Tensor, stats: Tensor, saved: Tensor | None, rows: Tensor, cols: Tensor | None, i: slice, j: slice,
         want_cols: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Gradients of rows and columns, and of what else the statistics were computed from."""
         raise NotImplementedError
 
 
@@ -94,66 +112,74 @@ def run(engine: Engine, walk: Walk, rows: Tensor, i: slice, symmetric: bool) -> 
 
 
 class _RowStatistics(Function):
-    """Statistics of this rank's rows with gradients to its rows and to everybody's columns."""
+    """Statistics of this rank's rows with gradients to its rows, to everybody's columns and to what else there is."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, cols: Tensor | None, engine: Engine, walk: Walk, i: slice, want_cols: bool
-    ) -> Tensor:
+        ctx: Any, rows: Tensor, cols: Tensor | None, more: Tensor | None, engine: Engine, walk: Walk, i: slice,
+        want_cols: bool,
+    ) -> Tensor:  # fmt: skip
         ctx.engine, ctx.walk, ctx.i, ctx.symmetric, ctx.want_cols = engine, walk, i, cols is None, want_cols
-        stats, saved = run(engine, walk, rows.detach(), i, cols is None)
-        # a ring must not keep what grows with all columns; the C++ kernels then compute again what they had listed
-        again = not walk.holds_all and engine.sides.backend == "cpu"
-        ctx.saved = [(None, None) if again else both for both in saved]
-        ctx.save_for_backward(rows, stats)
+        stats, ctx.saved = engine.statistics(walk, rows.detach(), i, cols is None)
+        ctx.save_for_backward(rows, stats, more)
         return stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        rows, stats = ctx.saved_tensors
+        rows, stats, more = ctx.saved_tensors
         engine, walk, i = ctx.engine, ctx.walk, ctx.i
         grad = grads[0].contiguous()
-        d_rows = torch.zeros_like(rows)
-        both = ctx.symmetric and engine.both_ways and not walk.holds_all
-        if both:  # the owners of visiting blocks need their weights here
+        d_rows, d_more = torch.zeros_like(rows), None if more is None else torch.zeros_like(more)
+        if ctx.symmetric and engine.both_ways and not walk.holds_all:  # owners of visiting blocks need their weights
             everyone = walk.group.all_gather(torch.cat((stats, grad), 1), walk.sizes, "gradients of row statistics")
             all_stats, all_grads = (part.contiguous() for part in everyone.chunk(2, dim=1))
+
+        def add(block: Block, saved: Tensor | None, want_cols: bool) -> Tensor:
+            nonlocal d_rows, d_more
+            g_rows, g_cols, *g_more = engine.backward(grad, stats, saved, rows, block.x, i, block.at, want_cols)
+            d_rows = d_rows + g_rows
+            for g in g_more:
+                d_more = d_more + g
+            gradient: Tensor = g_cols
+            return gradient
+
         for block, (saved, exchanged) in zip(walk.blocks(ctx.symmetric, engine.both_ways), ctx.saved, strict=True):
+            live = len(rows) > 0 and (block.x is None or len(block.x) > 0)
             if block.x is None:
-                if len(rows):
-                    d_rows += engine.backward(grad, stats, saved, rows, None, i, block.at, False)[0]
+                if live:
+                    add(block, saved, False)
                 continue
-            live = len(rows) > 0 and len(block.x) > 0
             d_block = torch.zeros_like(block.x)
             if live:
-                g_rows, g_cols = engine.backward(grad, stats, saved, rows, block.x, i, block.at, ctx.want_cols)
-                d_rows += g_rows
-                d_block = g_cols
+                d_block = add(block, saved, ctx.want_cols)
             if live and block.both:
                 given = all_grads[block.at], all_stats[block.at], exchanged
                 g_rows, g_cols = engine.backward(*given, block.x, rows, block.at, i, True)
-                d_rows += g_cols
+                d_rows = d_rows + g_cols
                 d_block = d_block + g_rows
             if ctx.want_cols:
                 walk.give_back(block, d_block)
         d_cols = walk.collect() if ctx.want_cols else None
         if ctx.symmetric:
             d_rows, d_cols = d_rows + d_cols, None  # type: ignore[operator]
-        return d_rows, d_cols, None, None, None, None
+        return d_rows, d_cols, d_more, None, None, None, None
 
 
 def row_statistics(
-    engine: Engine, walk: Walk, rows: Tensor, cols: Tensor | None, i: slice, want_cols: bool = True
-) -> Tensor:
+    engine: Engine, walk: Walk, rows: Tensor, cols: Tensor | None, i: slice, want_cols: bool = True,
+    more: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Statistics [b, K] of this rank's rows; ``cols`` are its columns, None where they are the rows."""
-    out: Tensor = _RowStatistics.apply(rows, cols, engine, walk, i, want_cols)  # type: ignore[no-untyped-call]
+    out: Tensor = _RowStatistics.apply(rows, cols, more, engine, walk, i, want_cols)  # type: ignore[no-untyped-call]
     return out
 
 
 class Pair(Engine):
-    """A policy's statistics; with ``thresholds`` [B, 2] of all rows, of the mined pairs only.
+    """A policy's statistics; with ``epsilon``, of the mined pairs only.
 
-    Engines that take no thresholds from elsewhere leave mined pairs to the tiled one.
+    Mining goes round three times, over what one process visits too: positives, for the threshold of negatives;
+    negatives, whose statistics come with the threshold of positives; positives again. The first and the last look at
+    the few pairs of equal labels.
     """
 
     def __init__(
@@ -163,15 +189,17 @@ class Pair(Engine):
         params: Sequence[float],
         row_field: Tensor | None = None,
         col_field: Tensor | None = None,
-        thresholds: Tensor | None = None,
+        epsilon: float | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
         super().__init__(sides)
         self.policy, self.params = policy, [float(p) for p in params]
-        self.row_field, self.col_field, self.thresholds = row_field, col_field, thresholds
-        self.slots = POLICIES[policy].slots
-        self.logs = torch.tensor([isinstance(slot, LogSumExp) for slot in self.slots], device=sides.row_labels.device)
-        given = thresholds is not None and sides.backend not in KNOWING
-        self.backend = "tiled" if given else sides.backend
+        self.row_field, self.col_field, self.epsilon, self.sizes = row_field, col_field, epsilon, sizes
+        #: Mining thresholds [B, 2] of all rows, as far as they are known, and the pairs that are visited.
+        self.bounds: Tensor | None = None
+        self.side = "both"
+        slots = POLICIES[policy].slots
+        self.logs = torch.tensor([isinstance(slot, LogSumExp) for slot in slots], device=sides.row_labels.device)
 
     def empty(self, rows: Tensor) -> Tensor:
         return torch.where(self.logs, -torch.inf, 0.0).to(rows.dtype).expand(len(rows), -1)
@@ -179,46 +207,93 @@ class Pair(Engine):
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.where(self.logs, torch.logaddexp(a, b), a + b)
 
-    def _options(self, cols: Tensor | None, i: slice, j: slice) -> tuple[Any, ...]:
-        row_field = None if self.row_field is None else self.row_field[i]
-        col_field = None if self.col_field is None else self.col_field[j]
-        sides, epsilon = self.sides, None if self.thresholds is None else 0.0
-        fields = *sides.labels(i, j, cols), row_field, col_field
-        return *fields, self.policy, self.params, sides.view, sides.normalize, epsilon, 1, 1.0
+    def _call(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> declared.Pair:
+        return declared.Pair(
+            **self.sides.matrix(rows, cols, i, j),
+            row_field=None if self.row_field is None else self.row_field[i],
+            col_field=None if self.col_field is None else self.col_field[j],
+            policy=self.policy,
+            params=self.params,
+            **self.sides.how,
+            epsilon=None if self.epsilon is None else 0.0,  # it is in the bounds
+            pool_size=1,
+            sharpness=1.0,
+            selves=self.sides.among(i, j),
+            bounds=None if self.bounds is None else self.bounds[i],
+            side=self.side,
+        )
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
-        options = self._options(cols, i, j)
-        known = {} if self.thresholds is None else {"mined": self.thresholds[i]}
-        stats, _, saved = kernel(self.backend, "pair")(rows, cols, *options, **known)
+        stats, _, saved = self.sides.run(self._call(rows, cols, i, j))
         return stats, saved
+
+    def statistics(self, walk: Walk, rows: Tensor, i: slice, symmetric: bool) -> tuple[Tensor, list[Kept]]:
+        if self.epsilon is None:
+            return run(self, walk, rows, i, symmetric)
+
+        def everyone(own: Tensor) -> Tensor:
+            return walk.group.all_gather(own, self.sizes, "mining thresholds")
+
+        lowest, _ = run(_Lowest(self), walk, rows, i, symmetric)
+        above = everyone(lowest) - self.epsilon
+        self.bounds, self.side = torch.cat((above, above), 1), "negatives"
+        found, kept = run(_Negatives(self), walk, rows, i, symmetric)
+        below = everyone(found[:, -1:].contiguous()) + self.epsilon
+        self.bounds, self.side = torch.cat((below, above), 1), "positives"
+        positives, _ = run(self, walk, rows, i, symmetric)
+        self.side = "both"
+        return self.merge(found[:, :-1], positives), kept
 
     def backward(
         self, grad: Tensor, stats: Tensor, saved: Tensor | None, rows: Tensor, cols: Tensor | None, i: slice, j: slice,
         want_cols: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        thresholds = stats.new_zeros(len(stats), 2) if self.thresholds is None else self.thresholds[i]
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        thresholds = stats.new_zeros(len(stats), 2) if self.bounds is None else self.bounds[i]
         saved = stats.new_empty(0, dtype=torch.uint8) if saved is None else saved
-        back = kernel(self.backend, "pair_backward")
-        d_rows, d_cols = back(grad, stats, thresholds, saved, rows, cols, *self._options(cols, i, j), True, want_cols)
-        return d_rows, d_cols
+        left = PairOut(stats, thresholds, saved)
+        call, wants = self._call(rows, cols, i, j), (True, want_cols)
+        gradients: tuple[Tensor, ...] = self.sides.run(Backward(call, PairOut(grad, None, None), left, wants))  # type: ignore[arg-type]
+        return gradients
 
 
-class Hardest(Engine):
-    """The most similar negative and the least similar positive of each row: what mining compares with."""
+class _Lowest(Engine):
+    """The least similar positive [r, 1] of each row, by the cheapest policy that can be mined."""
+
+    def __init__(self, of: Pair) -> None:
+        super().__init__(of.sides)
 
     def empty(self, rows: Tensor) -> Tensor:
-        return rows.new_tensor([-torch.inf, torch.inf]).expand(len(rows), -1)
+        return rows.new_full((len(rows), 1), torch.inf)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.stack((torch.maximum(a[:, 0], b[:, 0]), torch.minimum(a[:, 1], b[:, 1])), 1)
+        return torch.minimum(a, b)
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
         sides = self.sides
-        if sides.backend != "cpu":
-            return torch.cat([mine(tile, 0.0) for tile in sides.matrix(rows, cols, i, j).tiles()]), None
-        # the thresholds that its pair engine would mine with, by the cheapest policy that can be mined
-        labels, view = sides.labels(i, j, cols), (sides.view, sides.normalize)
-        return kernel("cpu", "pair")(rows, cols, *labels, None, None, "mean", [], *view, 0.0, 1, 1.0)[1], None
+        call = declared.Pair(
+            **sides.matrix(rows, cols, i, j), row_field=None, col_field=None, policy="mean", params=[], **sides.how,
+            epsilon=0.0, pool_size=1, sharpness=1.0, selves=sides.among(i, j), side="positives",
+        )  # fmt: skip
+        _, thresholds, _ = sides.run(call)
+        return thresholds[:, 1:], None
+
+
+class _Negatives(Engine):
+    """Statistics of mined negatives, and the most similar negative of each row behind them [r, K + 1]."""
+
+    def __init__(self, of: Pair) -> None:
+        super().__init__(of.sides)
+        self.of = of
+
+    def empty(self, rows: Tensor) -> Tensor:
+        return torch.cat((self.of.empty(rows), rows.new_full((len(rows), 1), -torch.inf)), 1)
+
+    def merge(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat((self.of.merge(a[:, :-1], b[:, :-1]), torch.maximum(a[:, -1:], b[:, -1:])), 1)
+
+    def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
+        stats, thresholds, saved = self.sides.run(self.of._call(rows, cols, i, j))
+        return torch.cat((stats, thresholds[:, :1]), 1), saved
 
 
 class Histogram(Engine):
@@ -228,7 +303,7 @@ class Histogram(Engine):
 
     def __init__(self, sides: Sides, nodes: int, low: float, high: float) -> None:
         super().__init__(sides)
-        self.nodes, self.range = nodes, (low, high)
+        self.nodes, self.low, self.high = nodes, low, high
 
     def empty(self, rows: Tensor) -> Tensor:
         return rows.new_zeros(len(rows), 2 * self.nodes)
@@ -236,110 +311,115 @@ class Histogram(Engine):
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def _options(self, cols: Tensor | None, i: slice, j: slice) -> tuple[Any, ...]:
-        return *self.sides.labels(i, j, cols), self.nodes, *self.range, self.sides.view, self.sides.normalize
+    def _call(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> declared.Histogram:
+        nodes = {"nodes": self.nodes, "low": self.low, "high": self.high}
+        sides = self.sides
+        return declared.Histogram(**sides.matrix(rows, cols, i, j), **nodes, **sides.how, selves=sides.among(i, j))
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
-        run = kernel(self.sides.backend, "histogram")
-        positives, negatives, saved = run(rows, cols, *self._options(cols, i, j))
+        positives, negatives, saved = self.sides.run(self._call(rows, cols, i, j))
         return torch.cat((positives, negatives), 1), saved
 
     def backward(
         self, grad: Tensor, stats: Tensor, saved: Tensor | None, rows: Tensor, cols: Tensor | None, i: slice, j: slice,
         want_cols: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        if saved is None:  # nothing is known of the tiles: they reach from one end to the other
-            tiles = kernel(self.sides.backend, "histogram_saved")(rows, cols)
-            saved = rows.new_tensor(self.range).expand(tiles, 2).contiguous()
-        parts = [part.contiguous() for part in (*grad.chunk(2, dim=1), *stats.chunk(2, dim=1))]
-        back = kernel(self.sides.backend, "histogram_backward")
-        d_rows, d_cols = back(*parts, saved, rows, cols, *self._options(cols, i, j), True, want_cols)
-        return d_rows, d_cols
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        g, h = ([part.contiguous() for part in both.chunk(2, dim=1)] for both in (grad, stats))
+        call, wants = self._call(rows, cols, i, j), (True, want_cols)
+        received = Backward(call, HistogramOut(*g, None), HistogramOut(*h, saved), wants)  # type: ignore[arg-type]
+        gradients: tuple[Tensor, ...] = self.sides.run(received)
+        return gradients
 
 
-@dataclass
-class Search:
-    """Look for the most (or least) similar positive or negative of each row, perhaps only below a bound [B]."""
+class Places(Engine):
+    """Similarities and columns [r, 2·n] of what is looked for, in fp64; column -1: none.
 
-    side: str
-    largest: bool
-    below: Tensor | None = None
+    The larger similarity is better; ties go to the smallest column.
+    """
 
-    def members(self, tile: Tile, i: slice) -> Tensor:
-        member = tile.same if self.side == "positives" else tile.diff
-        return member if self.below is None else member & (tile.u < self.below[i][tile.rows, None])
-
-
-class Extremes(Engine):
-    """For each search the similarity and the column [r, 2·searches] of what it finds, in fp64; column -1: nothing."""
-
-    def __init__(self, sides: Sides, searches: Sequence[Search]) -> None:
-        super().__init__(sides)
-        self.searches = list(searches)
+    searches = 1
 
     def empty(self, rows: Tensor) -> Tensor:
-        return rows.new_tensor([-torch.inf, -1.0], dtype=torch.float64).repeat(len(rows), len(self.searches))
+        return rows.new_tensor([-torch.inf, -1.0], dtype=torch.float64).repeat(len(rows), self.searches)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         (u, p), (v, q) = ((t[:, 0::2], t[:, 1::2]) for t in (a, b))
-        better = (v > u) | ((v == u) & (q >= 0) & ((q < p) | (p < 0)))  # ties go to the smallest column
+        better = (v > u) | ((v == u) & (q >= 0) & ((q < p) | (p < 0)))
         out = torch.empty_like(a)
         out[:, 0::2], out[:, 1::2] = torch.where(better, v, u), torch.where(better, q, p)
         return out
 
+    def found(self, u: Tensor, column: Tensor, j: slice) -> Tensor:
+        """[r, 2·n] from similarities and a block's columns [r, n]."""
+        missing = column < 0
+        u = torch.where(missing, -torch.inf, u.double())
+        return torch.stack((u, torch.where(missing, -1, column + j.start).double()), 2).flatten(1)
+
+
+class Extremes(Places):
+    """The easy or hard positive and negative of each row; «none» on one side does not look for it."""
+
+    searches = 2
+
+    def __init__(self, sides: Sides, positive: str, negative: str) -> None:
+        super().__init__(sides)
+        self.positive, self.negative = positive, negative
+
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
-        found = []
-        for tile in self.sides.matrix(rows, cols, i, j).tiles():
-            part = []
-            for search in self.searches:
-                column = _extreme(tile.u, search.members(tile, i), search.largest)
-                u = tile.u.gather(1, column.clamp_min(0)[:, None])[:, 0].double() * (1 if search.largest else -1)
-                part += [torch.where(column < 0, -torch.inf, u), torch.where(column < 0, -1, column + j.start).double()]
-            found.append(torch.stack(part, 1))
-        return torch.cat(found), None
+        sides = self.sides
+        which = {"positive": self.positive, "negative": self.negative}
+        call = declared.Extremes(**sides.matrix(rows, cols, i, j), **which, **sides.how, selves=sides.among(i, j))
+        columns = torch.stack(sides.run(call), 1)
+        at = torch.arange(len(rows), device=rows.device).repeat_interleave(2)
+        u = sides.run(declared.Dots(rows, cols, i=at, j=columns.clamp_min(0).flatten(), **sides.how)).view(-1, 2)
+        signs = u.new_tensor([1 if self.positive == "easy" else -1, -1 if self.negative == "easy" else 1])
+        return self.found(u * signs, columns, j), None
+
+
+class Nearest(Places):
+    """The most similar negative below each of some bounds [B, M] of each row."""
+
+    def __init__(self, sides: Sides, bounds: Tensor) -> None:
+        super().__init__(sides)
+        self.bounds, self.searches = bounds, bounds.shape[1]
+
+    def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
+        sides = self.sides
+        n, u = sides.run(declared.Below(**sides.matrix(rows, cols, i, j), bounds=self.bounds[i], **sides.how))
+        return self.found(u, n, j), None
 
 
 class Triplets(Engine):
-    """Triplets of each row's negatives and its positives, whose similarities [B, M] are known; +inf: none.
+    """Triplets of each row's negatives and its positives, whose similarities [b, M] of this rank's rows are known.
 
-    [r, 2 + M]: the sum of the losses, how many are above 0, and the slopes by the positives, but for their sign.
+    [r, 2]: the sum of the losses, and how many are above 0. The positives have a gradient too, which stays here: so the
+    rows of a visitor are not computed.
     """
+
+    both_ways = False
 
     def __init__(self, sides: Sides, positives: Tensor, margin: float, smooth: bool) -> None:
         super().__init__(sides)
         self.positives, self.margin, self.smooth = positives, margin, smooth
 
     def empty(self, rows: Tensor) -> Tensor:
-        return rows.new_zeros(len(rows), 2 + self.positives.shape[1])
+        return rows.new_zeros(len(rows), 2)
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
 
-    def _against(self, tile: Tile, i: slice) -> Against:
-        return against(tile, self.positives[i][tile.rows], self.margin, self.smooth)
+    def _call(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> declared.Against:
+        how = {"positives": self.positives, "margin": self.margin, "smooth": self.smooth}
+        return declared.Against(**self.sides.matrix(rows, cols, i, j), **how, **self.sides.how)
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
-        matrix, found = self.sides.matrix(rows, cols, i, j), self.empty(rows)
-        for tile in matrix.tiles():
-            part = self._against(tile, i)
-            found[tile.rows] = torch.cat((torch.stack((part.total, part.count), 1), part.positives), 1)
-        return matrix.poison(found)[0], None
+        return torch.stack(self.sides.run(self._call(rows, cols, i, j)), 1), None
 
     def backward(
         self, grad: Tensor, stats: Tensor, saved: Tensor | None, rows: Tensor, cols: Tensor | None, i: slice, j: slice,
         want_cols: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        matrix = self.sides.matrix(rows, cols, i, j)
-        matrix.start_gradient(True, want_cols)
-        (grad,) = matrix.poison(grad[:, :1])
-        for tile in matrix.tiles():
-            matrix.add_weights(tile, grad[tile.rows] * self._against(tile, i).negatives)
-        return matrix.gradients()
-
-
-def mining_thresholds(
-    sides: Sides, walk: Walk, rows: Tensor, i: slice, sizes: Sequence[int], symmetric: bool, epsilon: float
-) -> Tensor:
-    """Multi-Similarity's thresholds [B, 2] of all rows: keep positives below the first, negatives above the second."""
-    hardest, _ = run(Hardest(sides), walk, rows.detach(), i, symmetric)
-    return walk.group.all_gather(hardest + hardest.new_tensor([epsilon, -epsilon]), sizes, "mining thresholds")
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        of, nothing = TripletOut(grad[:, 0].contiguous(), None), TripletOut(None, None)  # type: ignore[arg-type]
+        received = Backward(self._call(rows, cols, i, j), of, nothing, (True, want_cols, True))
+        gradients: tuple[Tensor, ...] = self.sides.run(received)
+        return gradients

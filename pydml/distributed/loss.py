@@ -90,6 +90,9 @@ class ShardedLoss(nn.Module):
         backend
             As for the loss itself; ``"dense"`` computes the whole matrix on every rank.
         """
+        if self.group.size == 1:
+            alone: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels, backend=backend)
+            return alone
         batch = self._sharded(embeddings, labels, indices_tuple, ref_emb, ref_labels, backend)
         if self.loss.triplets_per_anchor != "all":
             batch.draw_triplets(int(self.loss.triplets_per_anchor))

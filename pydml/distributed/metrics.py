@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from pydml import checks, metrics, ops
+from pydml.backends import resolve
+from pydml.declared import Above, Positives
 from pydml.distributed.group import Group, Rules, compare, gather_batch, same_shapes
 from pydml.distributed.walk import WALKS, Walk
 from pydml.losses.batch import count_in
 from pydml.metrics import _names, _sides
-from pydml.tiled.rank import above_positives, measures
-from pydml.tiled.sides import Matrix
+from pydml.tiled.rank import measures
 
 _MUST_AGREE: Rules = {
     **same_shapes("query"),
@@ -81,10 +82,15 @@ def retrieval_metrics(
         assert isinstance(wrong_numbers, Tensor)
         if int(ranks.all_reduce(wrong_numbers, "numbers that are not finite")):
             return dict.fromkeys(_names(ks), float("nan"))
+        if ranks.size == 1:
+            how = {"lone_queries": lone_queries, "ties": ties, "normalize_embeddings": normalize_embeddings}
+            return metrics.retrieval_metrics(q, y, ks, g, g_y, **how)
         columns = (q, sizes, y) if g is None or g_y is None else (g, gallery_sizes, g_y)
         all_labels = ranks.all_gather(columns[2], columns[1], "labels")
         walk = WALKS[mode](ranks, columns[0], columns[1], ops.compute_dtype(q))
-        positives, above, hits, precision = _rank(q, y, walk, all_labels, g is None, normalize_embeddings)
+        positives, above, hits, precision = _rank(
+            q, y, walk, all_labels, g is None, normalize_embeddings, resolve("auto", q.device)
+        )
         tie = ("optimistic", "pessimistic").index(ties)
         has = positives > 0
         values = [has & (above[:, tie] < k) for k in ks]
@@ -96,30 +102,31 @@ def retrieval_metrics(
 
 
 def _rank(
-    query: Tensor, labels: Tensor, walk: Walk, all_labels: Tensor, symmetric: bool, normalize: bool
+    query: Tensor, labels: Tensor, walk: Walk, all_labels: Tensor, symmetric: bool, normalize: bool, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``ops.rank`` gives, of this rank's queries against the columns of all ranks."""
-    rows = query.to(walk.dtype)
+    """What the op ``rank`` gives, of this rank's queries against the columns of all ranks."""
+    rows, backend = query.to(walk.dtype), "tiled" if backend == "dense" else backend
     number = count_in(labels, all_labels) - int(symmetric)
     most = int(number.max()) if len(number) else 0
-    rising = rows.new_full((len(rows), most), torch.inf)
+    bounds = rows.new_full((len(rows), most), torch.inf)
     filled = torch.zeros_like(number)
 
-    def tiles() -> Any:
+    def blocks() -> Any:
         for block in walk.blocks(symmetric, both_ways=False):
             if len(rows) and (block.x is None or len(block.x)):
                 col_labels = None if block.x is None else all_labels[block.at]
-                yield from Matrix(rows, block.x, labels, col_labels, "dot", normalize).tiles()
+                yield {"rows": rows, "cols": block.x, "row_labels": labels, "col_labels": col_labels}
 
-    for tile in tiles():
-        r, c = tile.same.nonzero(as_tuple=True)
-        place = filled[tile.rows][r] + (tile.same.cumsum(1) - 1)[r, c]
-        rising[tile.rows[r], place] = tile.u[r, c]
-        filled[tile.rows] += tile.same.sum(1)
-    rising = rising.sort(1).values
+    for matrix in blocks():
+        u = ops.direct(Positives(**matrix, most=most, normalize=normalize), backend)
+        real = u < torch.inf
+        r, c = real.nonzero(as_tuple=True)
+        bounds[r, filled[r] + (real.cumsum(1) - 1)[r, c]] = u[r, c]
+        filled += real.sum(1)
+    bounds = bounds.sort(1).values
     before = number.new_zeros(2, len(rows), most)
-    for tile in tiles():
-        before[:, tile.rows] += above_positives(tile, rising[tile.rows])
+    for matrix in blocks():
+        before += ops.direct(Above(**matrix, bounds=bounds, normalize=normalize), backend)
     return number, *measures(number, before)
 
 

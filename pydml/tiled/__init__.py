@@ -6,7 +6,7 @@ from pydml.tiled.listed import listed, listed_backward, triplets_by
 from pydml.tiled.pair import pair, pair_backward, pair_saved
 from pydml.tiled.rank import rank
 from pydml.tiled.select import extremes, mined, sample, topk
-from pydml.tiled.triplet import above, against, against_backward, below, triplet, triplet_backward
+from pydml.tiled.triplet import above, against, against_backward, below, positives, triplet, triplet_backward
 
 KERNELS = {
     f.__name__: f
@@ -26,6 +26,7 @@ KERNELS = {
         against,
         against_backward,
         below,
+        positives,
         above,
         extremes,
         topk,

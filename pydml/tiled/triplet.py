@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
-from pydml.declared import Above, Against, Backward, Below, Triplet
+from pydml.declared import Above, Against, Backward, Below, Positives, Triplet
 from pydml.policy import softplus
 from pydml.tiled.sides import Matrix, Tile, beyond
 
@@ -178,6 +178,16 @@ def below(a: Below) -> tuple[Tensor, Tensor]:
         n[tile.rows] = torch.where(found, order.gather(1, place), -1)
         u[tile.rows] = torch.where(found, best, -torch.inf)
     return n, u
+
+
+def positives(a: Positives) -> Tensor:
+    """u [R, most] of each row's positives, +inf behind them."""
+    m = Matrix.of(a)
+    u = m.row.x.new_full((len(a.rows), a.most), torch.inf)
+    for tile in m.tiles():
+        rising = tile.u.masked_fill(~tile.same, torch.inf).sort(1).values[:, : a.most]
+        u[tile.rows, : rising.shape[1]] = rising
+    return u
 
 
 def above(a: Above) -> Tensor:
