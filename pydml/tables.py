@@ -1,7 +1,7 @@
-"""The generated parts of the documents: ``python -m pydml.tables`` writes them, ``--check`` says which are out of date.
+"""Generated parts of the documentation: ``python -m pydml.tables`` writes them, ``--check`` lists those out of date.
 
-A part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` and is made from the classes, their signatures,
-docstrings and presets, so that nothing is written twice. Only a clone has the documents.
+A part is delimited by ``<!-- generated: NAME -->`` and ``<!-- end -->``. The parts written here are derived from the
+classes, their signatures, docstrings and presets, so that nothing is written twice. Only a clone has the documents.
 """
 
 from __future__ import annotations
@@ -186,16 +186,20 @@ PARTS: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
 }
 
 
+def replace_part(document: str, text: str, name: str, content: str) -> str:
+    """The text of a document with the content of one generated part replaced."""
+    start, end = f"<!-- generated: {name} -->", "<!-- end -->"
+    before, opened, rest = text.partition(start)
+    _, closed, after = rest.partition(end)
+    if not opened or not closed:
+        raise ValueError(f"{document}: no part between {start} and {end}")
+    return f"{before}{start}\n\n{content}\n\n{end}{after}"
+
+
 def fill(document: str, text: str) -> str:
     """The text of a document with its generated parts renewed."""
     for name, make in PARTS[document].items():
-        start, end = f"<!-- generated: {name} -->", "<!-- end -->"
-        before, opened, rest = text.partition(start)
-        _, closed, after = rest.partition(end)
-        if not opened or not closed:
-            raise ValueError(f"{document}: no part between {start} and {end}")
-        content = "\n".join(make()).strip()
-        text = f"{before}{start}\n\n{content}\n\n{end}{after}"
+        text = replace_part(document, text, name, "\n".join(make()).strip())
     return text
 
 

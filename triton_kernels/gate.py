@@ -323,7 +323,7 @@ def publish(todo: Sequence[Variant]) -> list[Outcome]:
     record = {name: {arch: record[name][arch] for arch in ARCHS if (name, arch) in known}
               for name in sorted({name for name, _ in known})}  # fmt: skip
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    begin, end = "<!-- begin gate -->", "<!-- end gate -->"
+    begin, end = "<!-- generated: gate -->", "<!-- end -->"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     PAGE.write_text(
         "\n".join((before + begin, "", *report(record), "", end)) + rest.partition(end)[2], encoding="utf-8"

@@ -319,10 +319,11 @@ def test_only_one_target_can_be_run_and_a_missed_one_fails(tmp_path: Path, monke
         main([*run, "--only", "nonsense"])
 
 
-def test_publishing_replaces_one_section_and_keeps_the_other(tmp_path: Path) -> None:
+def test_publishing_replaces_one_section_with_its_figures_and_keeps_the_other(tmp_path: Path) -> None:
     page, figure = tmp_path / "docs" / "benchmarks.md", tmp_path / "overview.png"
-    figure.write_bytes(b"\x89PNG")
-    report.publish("losses", "first \\1", [figure], page)
+    for path in (figure, tmp_path / "stale.png"):
+        path.write_bytes(b"\x89PNG")
+    report.publish("losses", "first \\1", [figure, tmp_path / "stale.png"], page)
     report.publish("targets", "promises", [], page)
     report.publish("losses", "second \\1", [figure], page)
     text = page.read_text(encoding="utf-8")
@@ -330,7 +331,8 @@ def test_publishing_replaces_one_section_and_keeps_the_other(tmp_path: Path) -> 
     assert "promises" in text
     assert "first" not in text
     assert "![overview](img/losses-overview.png)" in text
-    assert (page.parent / "img" / "losses-overview.png").exists()
+    assert [path.name for path in (page.parent / "img").iterdir()] == ["losses-overview.png"]
+    assert "## Targets" in text and "## Losses with" not in text
 
 
 @pytest.mark.parametrize(
