@@ -182,7 +182,7 @@ PARTS: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
     "README.md": {"losses": losses_short},
     "docs/losses.md": {"losses": losses_long},
     "docs/presets.md": {"presets": presets_table},
-    "docs/gpu.md": {"roofline": lambda: iter(roofline.table())},
+    "docs/gpu-triton.md": {"roofline": lambda: iter(roofline.table())},
 }
 
 
