@@ -1,4 +1,4 @@
-"""Figures from the rows of a run: an overview of speed-ups, and time, speed-up and memory of a loss against B."""
+"""Figures from the rows of a run: an overview of speed-ups, and times, speed-ups and memory against B."""
 
 from __future__ import annotations
 
@@ -58,10 +58,9 @@ def _timed(rows: Iterable[Row], mode: str) -> list[Row]:
     return [row for row in rows if row["p50"] and (row["mode"] == mode or row["op"] == "recall")]
 
 
-def _sign(fig: Any, row: Row, **place: Any) -> None:
-    """Where the numbers come from, in small print."""
-    text = f"{row['device']}, {row['threads']} threads, torch {row['torch']}, commit {row['commit']}"
-    fig.text(s=text, fontsize=7, color="#777777", va="top", **place)
+def _origin(row: Row) -> str:
+    """Where the numbers come from, for the small print."""
+    return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, commit {row['commit']}"
 
 
 def _short(number: float) -> str:
@@ -85,9 +84,14 @@ def plot_all(rows: Sequence[Row], folder: Path, mode: str = "full") -> list[Path
         groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
         for row in timed:
             groups[name(row), row["d"], row["regime"]].append(row)
+        small: dict[str, dict[str, list[Row]]] = defaultdict(dict)  # d -> title of a panel -> its rows
         for (loss, dim, regime), group in groups.items():
-            if len({row["B"] for row in group if row["peer"] == "pydml"}) > 1:
+            own = [row for row in group if row["peer"] == "pydml"]
+            if len({row["B"] for row in own if row["peak_mib"]}) > 1:
                 made.append(_against_size(group, loss, dim, regime, mode, folder))
+            elif len({row["B"] for row in own}) > 1 and {row["peer"] for row in group} - {"pydml", "half_gemm"}:
+                small[dim][f"{loss}, {regime}"] = group
+        made += [_small_multiples(panels, dim, mode, folder) for dim, panels in small.items()]
     return [path for path in made if path is not None]
 
 
@@ -133,7 +137,7 @@ def _overview(rows: Sequence[Row], regime: str, mode: str, folder: Path) -> Path
     ax.set_title(f"Speed-up of pydml, {main}, regime «{regime}»", loc="left", pad=22)
     handles = [Patch(color=LOOKS[peer][1], label=f"over {LOOKS[peer][0]}") for peer in peers]
     ax.legend(handles=handles, ncols=len(peers), loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, fontsize=9)
-    _sign(fig, rows[0], x=0.01, y=-0.005)
+    fig.text(0.01, -0.005, _origin(rows[0]), fontsize=7, color="#777777", va="top")
     path = folder / f"overview-{regime}.png"
     fig.savefig(path)
     plt.close(fig)
@@ -144,15 +148,77 @@ def _step(mode: str) -> str:
     return {"full": "forward + backward"}.get(mode, mode)
 
 
-def _against_size(rows: Sequence[Row], loss: str, dim: str, regime: str, mode: str, folder: Path) -> Path:
-    """Three panels against B, all axes logarithmic: time, speed-up, memory."""
+def _series(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
+    """Peer -> B -> row."""
     series: dict[str, dict[int, Row]] = defaultdict(dict)
     for row in rows:
         series[row["peer"]][int(row["B"])] = row
+    return series
+
+
+def _log_axes(ax: Any, sizes: Sequence[int], labels: Any) -> None:
+    """Both axes logarithmic, with at least two numbers on the vertical one."""
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(sizes, [_short(b) for b in sizes])
+    ax.xaxis.set_minor_locator(NullLocator())
+    low, high = ax.get_ylim()
+    if high / low < 20:
+        ax.set_ylim(low / (20 * low / high) ** 0.5, high * (20 * low / high) ** 0.5)
+    if high / low < 1000:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(labels))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _finish(fig: Any, axes: Sequence[Any], title: str, row: Row, path: Path) -> Path:
+    """One title and one legend for all panels; write the file."""
+    handles = {text: handle for a in axes for handle, text in zip(*a.get_legend_handles_labels(), strict=True)}
+    legend = fig.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), title=_origin(row)
+    )
+    legend.get_title().set(fontsize=7, color="#777777")
+    fig.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    fig.savefig(path)
+    plt.close(fig)
+    return path
+
+
+def _small_multiples(panels: dict[str, list[Row]], dim: str, mode: str, folder: Path) -> Path:
+    """A panel for each loss and regime, all with the same axes: the speed-up over each peer against B."""
+    columns = min(5, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    size = (max(2.3 * columns, 4.6), 1.9 * lines + 1.1)
+    fig, axes = plt.subplots(
+        lines, columns, figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained"
+    )
+    sizes = sorted({int(row["B"]) for rows in panels.values() for row in rows})
+    for ax, (title, rows) in zip(axes.flat, panels.items(), strict=False):
+        series = _series(rows)
+        for peer in (p for p in LOOKS if p in series and p not in ("pydml", "half_gemm")):
+            both = sorted(set(series[peer]) & set(series["pydml"]))
+            _line(ax, peer, {b: float(series[peer][b]["p50"]) / float(series["pydml"][b]["p50"]) for b in both})
+        ax.axhline(1, color="#333333", linewidth=1)
+        ax.set_title(title, loc="left", fontsize=9, fontweight="normal")
+    used = list(axes.flat)[: len(panels)]
+    for ax in list(axes.flat)[len(panels) :]:
+        ax.remove()
+    for i, ax in enumerate(used):
+        _log_axes(ax, sizes, _times)
+        lowest = i + columns >= len(panels)
+        ax.tick_params(labelsize=8, labelbottom=lowest)
+        ax.set_xlabel("batch size B" if lowest else "", fontsize=9)
+    fig.supylabel("time of the peer / time of pydml", fontsize=9)
+    title = f"Speed-up of pydml ({_step(mode)}), d = {dim}"
+    return _finish(fig, used, title, next(iter(panels.values()))[0], folder / f"sizes-{dim}.png")
+
+
+def _against_size(rows: Sequence[Row], loss: str, dim: str, regime: str, mode: str, folder: Path) -> Path:
+    """Time, speed-up and memory against B, for a loss whose memory was measured."""
+    series = _series(rows)
     sizes = sorted({int(row["B"]) for row in rows})
     others = [peer for peer in LOOKS if peer in series and peer not in ("pydml", "half_gemm")]
-    with_memory = any(row["peak_mib"] for row in rows)
-    panels = 1 + bool(others) + with_memory
+    panels = 2 + bool(others)
     fig, axes = plt.subplots(
         1, panels, figsize=(4.6 * panels, 3.9), squeeze=False, layout=ConstrainedLayoutEngine(w_pad=0.12)
     )
@@ -177,36 +243,19 @@ def _against_size(rows: Sequence[Row], loss: str, dim: str, regime: str, mode: s
         ax.set_title("Speed-up of pydml over its peers", loc="left")
         ax.set_ylabel("time of the peer / time of pydml")
 
-    if with_memory:
-        ax = left.pop(0)
-        for peer in LOOKS:
-            found = {b: float(r["peak_mib"]) for b, r in series.get(peer, {}).items() if r["peak_mib"]}
-            _line(ax, peer, {b: max(mib, 0.1) for b, mib in found.items()})
-        ax.set_title("Peak memory above the inputs", loc="left")
-        ax.set_ylabel("MiB")
+    ax = left.pop(0)
+    for peer in LOOKS:
+        found = {b: float(r["peak_mib"]) for b, r in series.get(peer, {}).items() if r["peak_mib"]}
+        _line(ax, peer, {b: max(mib, 0.1) for b, mib in found.items()})
+    ax.set_title("Peak memory above the inputs", loc="left")
+    ax.set_ylabel("MiB")
 
     for ax in axes[0]:
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_xticks(sizes, [_short(b) for b in sizes])
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_xlabel("batch size B")
-        low, high = ax.get_ylim()
-        if high / low < 20:  # a log axis needs at least two numbers to be read
-            ax.set_ylim(low / (20 * low / high) ** 0.5, high * (20 * low / high) ** 0.5)
-        if high / low < 1000:
-            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         speedup = ax.get_ylabel().startswith("time of")
-        ax.yaxis.set_major_formatter(FuncFormatter(_times if speedup else lambda y, _: f"{y:g}"))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-    handles = {text: handle for a in axes[0] for handle, text in zip(*a.get_legend_handles_labels(), strict=True)}
-    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
-    fig.suptitle(f"{loss}, d = {dim}, regime «{regime}»", x=0.01, ha="left", fontweight="bold")
-    _sign(fig, rows[0], x=0.99, y=0.97, ha="right")
+        _log_axes(ax, sizes, _times if speedup else lambda y, _: f"{y:g}")
+        ax.set_xlabel("batch size B")
     path = folder / f"{loss.replace('/', '-')}-{dim}-{regime}.png"
-    fig.savefig(path)
-    plt.close(fig)
-    return path
+    return _finish(fig, axes[0], f"{loss}, d = {dim}, regime «{regime}»", rows[0], path)
 
 
 def _line(ax: Any, peer: str, points: dict[int, float]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,52 +10,44 @@ from bench.data import REGIMES
 from bench.harness import Row
 from bench.machine import ROOT
 from bench.plots import LOOKS, name, shape
+from pydml.tables import replace_part
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 
-SKELETON = """# Benchmarks
+HEAD = """# Benchmarks
 
-What pydml gains over the dense code that people write by hand, `torch.compile` of that code,
-pytorch-metric-learning (PML), KeOps and faiss. This page is written by `python -m bench --publish`,
-`python -m bench --targets --publish` and `python -m bench --tuples --publish`; the text between markers is replaced by
-the next run.
+This page compares pydml with hand-written dense PyTorch, `torch.compile` of that code, pytorch-metric-learning (PML),
+KeOps and faiss. It is written by `python -m bench --publish`, `python -m bench --targets --publish` and
+`python -m bench --tuples --publish`; each run replaces the text between its own markers.
 
-A time is the median of at least five samples, taken in turns with the other peers, of one step on the CPU; `×` is the
-time of the peer divided by the time of pydml. Memory is the peak above the inputs, in a process of its own. Before
-anything is timed, values and gradients of all peers are compared, to 1e-3 of the largest entry in fp32; losses that
-select pairs or cut at a margin may differ in up to 2 % of the rows, where rounding decides. Regimes:
+Each time is the median of at least five samples of one step on the CPU, interleaved with the samples of the other
+peers; `×` is the time of the peer divided by the time of pydml. Memory is the peak above the inputs, measured in a
+separate process. Before anything is timed, the values and gradients of all peers are compared, to 1e-3 of the largest
+entry in fp32; losses that select pairs or cut at a margin may differ in up to 2 % of the rows, where rounding decides.
+Regimes of the input data:
 
 {regimes}
-
-## Targets
-
-<!-- begin targets -->
-Not measured yet.
-<!-- end targets -->
-
-## Losses with a miner's tuple
-
-Somebody who swaps the imports has a miner and a loss. `python -m bench --tuples --publish` measures that step, forward
-and backward, with our miner and our loss against PML's miner and PML's loss, at d = 128:
-
-- **ms-miner**: the pairs of `MultiSimilarityMiner(0.1)`; early in training they are about half of all pairs;
-- **batch-hard**: the triplets of `BatchHardMiner`;
-- **triplets**: a tuple of all triplets, the same tensors for both, so that only the loss is measured;
-- **xbm**: each library's `CrossBatchMemory` of 4096 embeddings with its `MultiSimilarityMiner(0.1)`;
-- **pml-xbm**: our loss and miner in PML's `CrossBatchMemory`.
-
-Losses for which PML holds all triplets, or all positive against all negative pairs, are measured up to B = 256.
-
-<!-- begin tuples -->
-Not measured yet.
-<!-- end tuples -->
-
-## All losses
-
-<!-- begin losses -->
-Not measured yet.
-<!-- end losses -->
 """
+
+#: Section -> its heading and introduction. A section is added to the page when it is first published.
+SECTIONS = {
+    "targets": "## Targets",
+    "tuples": """## Losses with a miner's tuple
+
+A user who switches from PML by changing the imports typically has a miner and a loss. `python -m bench --tuples
+--publish` measures that step, forward and backward, with pydml's miner and loss against PML's miner and loss, at
+d = 128:
+
+- **ms-miner**: the pairs of `MultiSimilarityMiner(0.1)`; early in training these are about half of all pairs;
+- **batch-hard**: the triplets of `BatchHardMiner`;
+- **triplets**: a tuple of all triplets, the same tensors for both libraries, so that only the loss is measured;
+- **xbm**: each library's `CrossBatchMemory` of 4096 embeddings with its `MultiSimilarityMiner(0.1)`;
+- **pml-xbm**: pydml's loss and miner in PML's `CrossBatchMemory`.
+
+Losses for which PML materialises all triplets, or all positive against all negative pairs, are measured up to
+B = 256.""",
+    "losses": "## All losses",
+}
 
 
 def milliseconds(text: str) -> str:
@@ -124,23 +115,20 @@ def where_measured(rows: Sequence[Row]) -> str:
 
 
 def publish(section: str, text: str, figures: Sequence[Path], page: Path = PAGE) -> None:
-    """Put a section and its figures into the documentation."""
+    """Put a section and its figures into the documentation; the figures that it had before are removed."""
     images = page.parent / "img"
     images.mkdir(parents=True, exist_ok=True)
+    for old in images.glob(f"{section}-*.png"):
+        old.unlink()
     shown = []
     for figure in figures:
         target = images / f"{section}-{figure.name}"
         shutil.copyfile(figure, target)
         shown.append(f"![{figure.stem.replace('-', ' ')}](img/{target.name})")
-    if not page.exists():
-        regimes = "\n".join(f"- **{regime}**: {meaning}" for regime, meaning in REGIMES.items())
-        page.write_text(SKELETON.format(regimes=regimes), encoding="utf-8")
-    begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
-    old = page.read_text(encoding="utf-8")
-    body = "\n\n".join([text, *shown])
-    new, number = re.subn(
-        f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}\n{body}\n{end}", old, flags=re.DOTALL
-    )
-    if not number:
-        raise ValueError(f"{page.name}: got no markers {begin} … {end}, wanted them around the section to replace")
-    page.write_text(new, encoding="utf-8")
+    if page.exists():
+        whole = page.read_text(encoding="utf-8")
+    else:
+        whole = HEAD.format(regimes="\n".join(f"- **{regime}**: {meaning}" for regime, meaning in REGIMES.items()))
+    if f"<!-- generated: {section} -->" not in whole:
+        whole += f"\n{SECTIONS[section]}\n\n<!-- generated: {section} -->\n<!-- end -->\n"
+    page.write_text(replace_part(page.name, whole, section, "\n\n".join([text, *shown])), encoding="utf-8")

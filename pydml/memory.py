@@ -175,13 +175,8 @@ class CrossBatchMemory(WithRecords):
                 raise ValueError("enqueue_mask: got one beside indices_tuple, wanted only one of the two")
             mask = _checked_mask(enqueue_mask, z)
             kept_z, kept_y, z, y = z[mask], y[mask], z[~mask], y[~mask]
-        if len(kept_z) > self.memory_size:
-            raise ValueError(f"embeddings: got {len(kept_z)} to keep, wanted at most memory_size={self.memory_size}")
-        self.reset_stats()
         start = self.queue_idx
-        self.add_to_memory(kept_z, kept_y, len(kept_z))
-        number = self.memory_size if self.has_been_filled else self.queue_idx
-        memory, memory_labels = self.embedding_memory[:number], self.label_memory[:number]
+        memory, memory_labels = self.remember(kept_z, kept_y)
         selves = self.curr_batch_idx if enqueue_mask is None else None
         listed = None
         ours = isinstance(self.loss, MetricLoss)
@@ -190,7 +185,7 @@ class CrossBatchMemory(WithRecords):
         if not ours:
             loss: Tensor = self.loss(z, y, listed, memory, memory_labels)
             return loss
-        if listed is not None or selves is None or isinstance(self.loss, NCALoss):  # NCA sees copies too, as PML's does
+        if listed is not None or selves is None or self.sees_copies:
             loss = self.loss(z, y, listed, memory, memory_labels, backend=backend)
             return loss
         given = self.loss._batch(z, y, None, memory, memory_labels)
@@ -198,6 +193,21 @@ class CrossBatchMemory(WithRecords):
         batch.choose(backend)
         loss = self.loss.evaluate(batch)
         return loss
+
+    def remember(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Enqueue a batch (its places are ``curr_batch_idx``); what the memory then holds, and its labels."""
+        number = len(embeddings)
+        if number > self.memory_size:
+            raise ValueError(f"embeddings: got {number} to keep, wanted at most memory_size={self.memory_size}")
+        self.reset_stats()
+        self.add_to_memory(embeddings, labels, number)
+        held = self.memory_size if self.has_been_filled else self.queue_idx
+        return self.embedding_memory[:held], self.label_memory[:held]
+
+    @property
+    def sees_copies(self) -> bool:
+        """Is an embedding compared with its own copy, too? NCA does so in PML."""
+        return isinstance(self.loss, NCALoss)
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
         """Write embeddings to the next places (``curr_batch_idx``), the oldest ones."""

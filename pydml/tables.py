@@ -1,7 +1,7 @@
-"""The generated parts of the documents: ``python -m pydml.tables`` writes them, ``--check`` says which are out of date.
+"""Generated parts of the documentation: ``python -m pydml.tables`` writes them, ``--check`` lists those out of date.
 
-A part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` and is made from the classes, their signatures,
-docstrings and presets, so that nothing is written twice. Only a clone has the documents.
+A part is delimited by ``<!-- generated: NAME -->`` and ``<!-- end -->``. The parts written here are derived from the
+classes, their signatures, docstrings and presets, so that nothing is written twice. Only a clone has the documents.
 """
 
 from __future__ import annotations
@@ -104,22 +104,22 @@ def _arguments(cls: type[MetricLoss]) -> Iterator[str]:
     meaning = _sections(cls)[2]
     own = [p for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
     rows = [
-        [f"`{p.name}`", "needed" if p.default is p.empty else _value(p.default), meaning.get(p.name, "")] for p in own
+        [f"`{p.name}`", "required" if p.default is p.empty else _value(p.default), meaning.get(p.name, "")] for p in own
     ]
     if any(row[2] for row in rows):
         yield from _table(("argument", "default", "meaning"), rows)
     elif rows:
         yield from _table(("argument", "default"), [row[:2] for row in rows])
     else:
-        yield "No arguments of its own."
+        yield "No specific arguments."
 
 
 def _reductions(cls: type[MetricLoss]) -> str:
-    named = "`mean`, `sum`, `none`" if cls.over_anchors else "`mean` only, as the formula says"
+    named = "`mean`, `sum`, `none`" if cls.over_anchors else "only `mean`, which the formula prescribes"
     theirs = {"anchor": "PerAnchorReducer"} | {kind: name for name, kind in REDUCTIONS.items()}
     fused = ", ".join(f"`{theirs[kind]}`" for kind in cls.reductions if kind != "none")
     if cls.pml is None and not cls.over_anchors:
-        return f"{named}; as a reducer {fused} only"
+        return f"{named}; the only reducer is {fused}"
     return f"{named}; fused {f'with {fused}' if cls.lists else 'with any reducer'}"
 
 
@@ -145,7 +145,7 @@ def losses_long() -> Iterator[str]:
             yield from ("```text", body.replace("``", ""), "```", "")
         yield from (*_arguments(cls), "")
         if issubclass(cls, ProxyLoss):
-            yield "- It takes `weight_init_func`, `weight_regularizer` and `weight_reg_weight` too."
+            yield "- Also takes `weight_init_func`, `weight_regularizer` and `weight_reg_weight`."
         yield f"- Distance: {', or '.join(f'`{d}`' for d in cls.distances)}."
         yield f"- Reductions: {_reductions(cls)}."
         mines = "epsilon" in inspect.signature(cls).parameters and cls.takes_tuple
@@ -162,7 +162,7 @@ def losses_long() -> Iterator[str]:
 
 def _preset_row(name: str, chosen: Preset) -> list[str]:
     arguments = ", ".join(f"{argument}={_value(value)}" for argument, value in chosen.kwargs.items())
-    needs = "".join(f"; needs {argument}" for argument in chosen.required)
+    needs = "".join(f"; requires {argument}" for argument in chosen.required)
     recipe = "; ".join(f"{what}: {how}" for what, how in chosen.recipe.items())
     return [f"`{name}`", (arguments or "defaults") + needs, chosen.source, chosen.note, recipe]
 
@@ -182,20 +182,24 @@ PARTS: dict[str, dict[str, Callable[[], Iterator[str]]]] = {
     "README.md": {"losses": losses_short},
     "docs/losses.md": {"losses": losses_long},
     "docs/presets.md": {"presets": presets_table},
-    "docs/gpu.md": {"roofline": lambda: iter(roofline.table())},
+    "docs/gpu-triton.md": {"roofline": lambda: iter(roofline.table())},
 }
+
+
+def replace_part(document: str, text: str, name: str, content: str) -> str:
+    """The text of a document with the content of one generated part replaced."""
+    start, end = f"<!-- generated: {name} -->", "<!-- end -->"
+    before, opened, rest = text.partition(start)
+    _, closed, after = rest.partition(end)
+    if not opened or not closed:
+        raise ValueError(f"{document}: no part between {start} and {end}")
+    return f"{before}{start}\n\n{content}\n\n{end}{after}"
 
 
 def fill(document: str, text: str) -> str:
     """The text of a document with its generated parts renewed."""
     for name, make in PARTS[document].items():
-        start, end = f"<!-- generated: {name} -->", "<!-- end -->"
-        before, opened, rest = text.partition(start)
-        _, closed, after = rest.partition(end)
-        if not opened or not closed:
-            raise ValueError(f"{document}: no part between {start} and {end}")
-        content = "\n".join(make()).strip()
-        text = f"{before}{start}\n\n{content}\n\n{end}{after}"
+        text = replace_part(document, text, name, "\n".join(make()).strip())
     return text
 
 

@@ -46,7 +46,7 @@ ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 #: All widths of the table, and one beyond, which has more steps and chunks of the same size.
 WIDTHS = (*table.WIDTHS, 2 * table.WIDTHS[-1])
 #: What was compiled, and the page that shows it; in a clone.
-RECORD, PAGE = (Path(__file__).resolve().parents[1] / "docs" / name for name in ("gate.json", "gpu.md"))
+RECORD, PAGE = (Path(__file__).resolve().parents[1] / "docs" / name for name in ("gate.json", "gpu-triton.md"))
 #: The instruction that multiplies matrices, in PTX or in AMD's assembly.
 INSTRUCTION = {"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma",
                "sm_120": "mma.sync", "gfx942": "v_mfma"}  # fmt: skip
@@ -323,7 +323,7 @@ def publish(todo: Sequence[Variant]) -> list[Outcome]:
     record = {name: {arch: record[name][arch] for arch in ARCHS if (name, arch) in known}
               for name in sorted({name for name, _ in known})}  # fmt: skip
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    begin, end = "<!-- begin gate -->", "<!-- end gate -->"
+    begin, end = "<!-- generated: gate -->", "<!-- end -->"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     PAGE.write_text(
         "\n".join((before + begin, "", *report(record), "", end)) + rest.partition(end)[2], encoding="utf-8"
@@ -335,9 +335,9 @@ def report(record: dict[str, Any]) -> list[str]:
     """The record as a Markdown table."""
     number = sum(cell["variants"] for row in record.values() for cell in row.values())
     lines = [
-        f"Most registers a thread and shared memory a program of {number} variants, compiled with Triton "
-        f"{triton.__version__} for rows of {', '.join(map(str, WIDTHS))} in {', '.join(table.MATHS)}; written by "
-        "`python -m pydml.triton_kernels.gate --publish`:",
+        f"Maximum registers per thread and shared memory per program over {number} variants, compiled with Triton "
+        f"{triton.__version__} for rows of {', '.join(map(str, WIDTHS))} in {', '.join(table.MATHS)}. Written by "
+        "`python -m pydml.triton_kernels.gate --publish`.",
         "",
         f"| kernel | {' | '.join(ARCHS)} |",
         "| --- " * (1 + len(ARCHS)) + "|",
@@ -371,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", help="write what was found to this file")
     whole = parser.add_mutually_exclusive_group()
     whole.add_argument(
-        "--publish", action="store_true", help="compile what has changed, write docs/gate.json and gpu.md"
+        "--publish", action="store_true", help="compile what has changed, write docs/gate.json and gpu-triton.md"
     )
     whole.add_argument("--check", action="store_true", help="compile nothing: is docs/gate.json of these kernels?")
     options = parser.parse_args(argv)

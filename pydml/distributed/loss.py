@@ -16,6 +16,7 @@ from pydml.distributed.group import Group, Rules, compare, same_parameters, same
 from pydml.distributed.proxies import split_classes
 from pydml.losses.base import MetricLoss
 from pydml.losses.batch import Batch
+from pydml.memory import CrossBatchMemory
 
 Indices = tuple[Tensor, ...]
 
@@ -31,7 +32,8 @@ class ShardedLoss(nn.Module):
     Parameters
     ----------
     loss
-        A loss of :mod:`pydml.losses`.
+        A loss of :mod:`pydml.losses`, or a :class:`~pydml.memory.CrossBatchMemory` of one: every rank then keeps the
+        memory of its own batches, and each batch is compared with the memories of all ranks.
     group
         The process group, None is the default one; without ``init_process_group`` there is one rank.
     mode
@@ -52,11 +54,18 @@ class ShardedLoss(nn.Module):
     """
 
     def __init__(
-        self, loss: MetricLoss, group: Any = None, mode: str = "ring", ddp: bool = False, shard_proxies: bool = False
+        self, loss: Any, group: Any = None, mode: str = "ring", ddp: bool = False, shard_proxies: bool = False
     ) -> None:
         super().__init__()
+        self.memory = loss if isinstance(loss, CrossBatchMemory) else None
+        if self.memory is not None:
+            loss = self.memory.loss
+            if self.memory.miner is not None:
+                raise ValueError("loss: got a memory with a miner, wanted one without: it would see one rank only")
         if not isinstance(loss, MetricLoss):
-            raise TypeError(f"loss: got {type(loss).__name__}, wanted a loss of pydml.losses")
+            raise TypeError(
+                f"loss: got {type(loss).__name__}, wanted a loss of pydml.losses, or a CrossBatchMemory of one"
+            )
         self.loss = loss
         self.mode = checks.choice("mode", mode, ("ring", "gather"))
         self.ddp = checks.flag("ddp", ddp)
@@ -90,9 +99,14 @@ class ShardedLoss(nn.Module):
         backend
             As for the loss itself; ``"dense"`` computes the whole matrix on every rank.
         """
+        if self.memory is not None and (indices_tuple is not None or ref_emb is not None):
+            raise ValueError("indices_tuple, ref_emb: got one beside a memory, wanted embeddings and labels only")
         if self.group.size == 1:
-            alone: Tensor = self.loss(embeddings, labels, indices_tuple, ref_emb, ref_labels, backend=backend)
-            return alone
+            given = () if self.memory is not None else (indices_tuple, ref_emb, ref_labels)
+            whole: Tensor = (self.loss if self.memory is None else self.memory)(
+                embeddings, labels, *given, backend=backend
+            )
+            return whole
         batch = self._sharded(embeddings, labels, indices_tuple, ref_emb, ref_labels, backend)
         if self.loss.triplets_per_anchor != "all":
             batch.draw_triplets(int(self.loss.triplets_per_anchor))
@@ -110,6 +124,8 @@ class ShardedLoss(nn.Module):
                 raise ValueError("labels: got None, wanted a tensor of integers")
             z = checks.embeddings("embeddings", embeddings)
             nowhere = torch.empty(0, dtype=torch.int64, device=z.device)  # what a tuple lists is looked at later
+            if self.memory is not None:
+                ref_emb, ref_labels = self._remember(z, labels)
             batch = self.loss._batch(
                 z, labels, None if indices is None else tuple(nowhere for _ in indices), ref_emb, ref_labels
             )
@@ -130,6 +146,9 @@ class ShardedLoss(nn.Module):
         assert batch.ref_labels is not None
         ref_y = y if ref is None else group.all_gather(batch.ref_labels, ref_sizes, "labels")
         shards = Shards(group, sizes, None if ref is None else ref_sizes, self.mode, ref_grad, self.class_sizes)
+        if self.memory is not None and not self.memory.sees_copies:
+            first = sum(ref_sizes[: group.rank])
+            shards.selves = group.all_gather(self.memory.curr_batch_idx + first, sizes, "places in the memories")
         if self.ddp:
             z = scale_gradient(z, group.size)
             ref = None if ref is None else scale_gradient(ref, group.size)
@@ -137,12 +156,22 @@ class ShardedLoss(nn.Module):
         listed = None if indices is None else _joined(group, indices, sum(sizes), columns, z.device)
         return ShardedBatch(z, y, ref, ref_y, listed, batch.view, batch.normalize, backend, asked_for, shards=shards)
 
+    def _remember(self, z: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
+        """Enqueue this rank's batch; what its memory then holds."""
+        assert self.memory is not None
+        if z.shape[1] != self.memory.embedding_size:
+            raise ValueError(f"embeddings: got width {z.shape[1]}, wanted embedding_size={self.memory.embedding_size}")
+        memory, kept = self.memory.remember(z, checks.labels("labels", labels, z))
+        return memory.to(z.dtype), kept
+
     def _dense(self, batch: ShardedBatch) -> Tensor:
         """The textbook formula, on every rank for everything."""
         shards, ref = batch.shards, batch.ref
         assert shards is not None
         if shards.class_sizes is not None:
             raise ValueError("backend: got 'dense' with shard_proxies=True, wanted another")
+        if shards.selves is not None:
+            raise ValueError("backend: got 'dense' with a memory on several ranks, wanted another")
         if ref is not None and shards.ref_sizes is not None:
             ref = gather_rows(ref, self.group, shards.ref_sizes, "embeddings")
         whole = Batch(

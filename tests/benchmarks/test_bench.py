@@ -18,7 +18,7 @@ pytest.importorskip("bench", reason="the benchmarks are not beside the package")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 pytest.importorskip("pytorch_metric_learning", reason="PML is not installed")
 
-from bench import agreement, cases, harness, memory, pml_peers, registry, report, targets, timing
+from bench import agreement, cases, harness, memory, plots, pml_peers, registry, report, targets, timing
 from bench.__main__ import main
 from bench.data import REGIMES, Inputs, make, mined_fraction, similarities
 from pydml import cli
@@ -144,8 +144,25 @@ def test_a_run_leaves_measurements_tables_and_figures(tmp_path: Path, capsys: py
     assert table in capsys.readouterr().out + "\n"
     assert "| ms/mined | 64×8 | trained | backward |" in table
     figures = {path.name: path.read_bytes() for path in (tmp_path / "losses").glob("*.png")}
-    assert {"overview-trained.png", "ms-mined-8-trained.png", "lifted_star-8-trained.png"} <= set(figures)
+    assert {"overview-trained.png", "sizes-8.png"} == set(figures)
     assert all(content.startswith(b"\x89PNG") and len(content) > 10_000 for content in figures.values())
+
+
+def drawn(tmp_path: Path, losses: str, peers: str, peak_mib: str = "") -> set[str]:
+    """Names of the figures of a made-up run over two batch sizes."""
+    rows = [
+        dict.fromkeys(harness.COLUMNS, "") | {"op": loss, "peer": peer, "B": size, "d": "8", "regime": "trained"}
+        | {"mode": "full", "p20": "1", "p50": "2", "p80": "3", "peak_mib": peak_mib}
+        for loss in losses.split() for peer in peers.split() for size in ("32", "64")
+    ]  # fmt: skip
+    return {path.name for path in plots.plot_all(rows, tmp_path)}
+
+
+def test_losses_over_batch_sizes_share_a_figure_unless_memory_was_measured(tmp_path: Path) -> None:
+    assert drawn(tmp_path, "ms nca lifted", "pydml dense") == {"overview-trained.png", "sizes-8.png"}
+    each = {"overview-trained.png", "ms-8-trained.png", "nca-8-trained.png"}
+    assert drawn(tmp_path, "ms nca", "pydml dense", peak_mib="1.5") == each
+    assert drawn(tmp_path, "ms", "pydml half_gemm") == set()
 
 
 def change_peer(monkeypatch: pytest.MonkeyPatch, peer: str, change: Any) -> None:
@@ -213,7 +230,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(tmp_path: Path, monkeypatc
     done = rows_of(tmp_path / "losses.csv")
     assert [(row["op"], row["B"]) for row in done] == [("ms", "32")] * 2 + [("ms", "64")] * 2 + [("nca", "32")] * 2
     assert (tmp_path / "losses.md").stat().st_size
-    assert list((tmp_path / "losses").glob("ms-mined*.png"))
+    assert (tmp_path / "losses" / "sizes-8.png").exists()
 
     assert main([*arguments, "--resume"]) == 0
     rows = rows_of(tmp_path / "losses.csv")
@@ -319,10 +336,11 @@ def test_only_one_target_can_be_run_and_a_missed_one_fails(tmp_path: Path, monke
         main([*run, "--only", "nonsense"])
 
 
-def test_publishing_replaces_one_section_and_keeps_the_other(tmp_path: Path) -> None:
+def test_publishing_replaces_one_section_with_its_figures_and_keeps_the_other(tmp_path: Path) -> None:
     page, figure = tmp_path / "docs" / "benchmarks.md", tmp_path / "overview.png"
-    figure.write_bytes(b"\x89PNG")
-    report.publish("losses", "first \\1", [figure], page)
+    for path in (figure, tmp_path / "stale.png"):
+        path.write_bytes(b"\x89PNG")
+    report.publish("losses", "first \\1", [figure, tmp_path / "stale.png"], page)
     report.publish("targets", "promises", [], page)
     report.publish("losses", "second \\1", [figure], page)
     text = page.read_text(encoding="utf-8")
@@ -330,7 +348,8 @@ def test_publishing_replaces_one_section_and_keeps_the_other(tmp_path: Path) -> 
     assert "promises" in text
     assert "first" not in text
     assert "![overview](img/losses-overview.png)" in text
-    assert (page.parent / "img" / "losses-overview.png").exists()
+    assert [path.name for path in (page.parent / "img").iterdir()] == ["losses-overview.png"]
+    assert "## Targets" in text and "## Losses with" not in text
 
 
 @pytest.mark.parametrize(

@@ -75,5 +75,5 @@ def test_the_run_has_a_table_and_a_section_of_its_own(tmp_path: Path, monkeypatc
 def test_the_page_has_a_place_for_it(tmp_path: Path) -> None:
     page = tmp_path / "benchmarks.md"
     report.publish("tuples", "measured", [], page)
-    assert "<!-- begin tuples -->\nmeasured\n<!-- end tuples -->" in page.read_text(encoding="utf-8")
-    assert "<!-- begin tuples -->" in report.PAGE.read_text(encoding="utf-8")
+    assert "<!-- generated: tuples -->\n\nmeasured\n\n<!-- end -->" in page.read_text(encoding="utf-8")
+    assert "<!-- generated: tuples -->" in report.PAGE.read_text(encoding="utf-8")

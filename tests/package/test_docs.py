@@ -13,6 +13,7 @@ from pydml import cli, tables
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/losses.md", "docs/presets.md")
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 #: Written by `python -m bench --publish`, from measurements.
 NOT_ALWAYS_THERE = {"docs/benchmarks.md"}
 
@@ -67,6 +68,25 @@ def test_files_that_a_document_names_exist(document: str) -> None:
     named = {*files, *folders, *links} - NOT_ALWAYS_THERE
     missing = {name for name in named if not any((base / name).exists() for base in (ROOT, (ROOT / document).parent))}
     assert not missing
+
+
+@pytest.mark.parametrize("document", PAGES)
+def test_links_of_a_page_lead_somewhere(document: str) -> None:
+    links = set(re.findall(r"\]\(([^)#:]+)\)", read(document)))
+    assert not {link for link in links if not ((ROOT / document).parent / link).exists()}
+
+
+def test_every_picture_is_shown_on_a_page() -> None:
+    shown = {link.rpartition("/")[2] for page in PAGES for link in re.findall(r"\]\(([^)]+\.png)\)", read(page))}
+    assert {path.name for path in (ROOT / "docs" / "img").iterdir()} == shown
+
+
+@pytest.mark.parametrize("document", PAGES)
+def test_generated_parts_are_marked_alike(document: str) -> None:
+    comments = re.findall(r"<!-- (.*?) -->", read(document))
+    opened = [comment for comment in comments if comment != "end"]
+    assert comments == [each for comment in opened for each in (comment, "end")]
+    assert all(comment.startswith("generated: ") for comment in opened) or document == "docs/pml.md"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
