@@ -195,20 +195,18 @@ class Trainer:
         loss = self.config.build_loss(len(self.train_set.classes))
         if not self.config.memory:
             return loss
-        if self.world_size > 1:
-            raise ValueError(
-                f"memory: got {self.config.memory} on {self.world_size} ranks, wanted one rank or no memory"
-            )
+        if self.config.memory % self.world_size:
+            raise ValueError(f"memory: got {self.config.memory}, wanted a multiple of the {self.world_size} ranks")
         miner, self.miner = self.miner, None  # it mines the memory then
-        return CrossBatchMemory(loss, self.config.dim, self.config.memory, miner)
+        return CrossBatchMemory(loss, self.config.dim, self.config.memory // self.world_size, miner)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the rest of the run hangs on, as tensors and plain values."""
-        random = checkpoint.random_state()
-        everyone: list[Any] = [random]
+        own = {"random": checkpoint.random_state(), "loss": self.loss.state_dict() if self.config.memory else None}
+        everyone: list[Any] = [own]
         if self.world_size > 1:
             everyone = [None] * self.world_size
-            dist.all_gather_object(everyone, random)
+            dist.all_gather_object(everyone, own)
         return {
             "config": self.config.as_dict(),
             "channels": self.channels,
@@ -224,7 +222,8 @@ class Trainer:
             "logged": self.logged,
             "epoch_loss": self.epoch_loss,
             "best": self.best,
-            "random": everyone,
+            "random": [rank["random"] for rank in everyone],
+            "memories": [rank["loss"] for rank in everyone] if self.config.memory else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,15 +233,23 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
-        self.loss.load_state_dict(state["loss"])
+        memories, before = state.get("memories"), len(state["random"])
+        kept = before == self.world_size
+        if not memories:
+            self.loss.load_state_dict(state["loss"])
+        elif kept:
+            self.loss.load_state_dict(memories[self.rank])
+        else:
+            inner = {k.removeprefix("loss."): v for k, v in state["loss"].items() if k.startswith("loss.")}
+            self.loss.loss.load_state_dict(inner)  # type: ignore[union-attr]
+            self.notes.append(f"memory: it was kept by {before} ranks, and begins empty on {self.world_size}")
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.sampler.load_state_dict(state["sampler"])
         self.epoch, self.batch = state["sampler"]["epoch"], state["sampler"]["batch"]
         self.steps, self.images_seen, self.logged = state["steps"], state["images_seen"], state["logged"]
         self.epoch_loss, self.best = state["epoch_loss"], state["best"]
-        before = len(state["random"])
-        if before == self.world_size:
+        if kept:
             checkpoint.set_random_state(state["random"][self.rank])
         else:  # batches are those of all ranks together, whatever their number; only this is a rank's own
             seed_all(self.config.seed, 1 + self.rank, self.steps)
