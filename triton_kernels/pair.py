@@ -20,7 +20,7 @@ from torch import Tensor
 from pydml import tiled
 from pydml.backends import deterministic
 from pydml.policy import POLICIES, LogSumExp
-from pydml.triton_kernels.functions import LOG2E
+from pydml.triton_kernels.functions import LN2, LOG2E, product
 from pydml.triton_kernels.matrix import Matrix, Side, launch, tiles_for
 from pydml.triton_kernels.policy import slope, term
 from pydml.triton_kernels.tile import (
@@ -51,7 +51,7 @@ def similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL: tl.c
         x, y = X, Y
         for _ in range(0, POOL):
             s = dot_tile(x, y, rows, cols, D, BM, BN, BD, PRECISION)
-            t = s * (sharpness * LOG2E)
+            t = product(s, sharpness * LOG2E)
             higher = tl.maximum(top, t)
             fade, e = tl.exp2(top - higher), tl.exp2(t - higher)
             total = total * fade + e
@@ -69,7 +69,10 @@ def slot(mask: tl.constexpr, k: tl.constexpr):
 @triton.jit
 def add(top, sums, u, same, diff, row, col, p0, p1, p2, p3, p4, POLICY: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
         ACTIVE: tl.constexpr, POSITIVE: tl.constexpr, LSE: tl.constexpr, MIXED: tl.constexpr):  # fmt: skip
-    """Add a tile to the statistics: top [BM, KP] (in powers of 2) and sums [BM, KP]."""
+    """Add a tile to the statistics: top [BM, KP] and sums [BM, KP].
+
+    The top is a term as the backward pass has it, to the last bit: :func:`weights` takes e^{term - stat}.
+    """
     for k in tl.static_range(K):
         if slot(ACTIVE, k) == 1 and (MIXED or slot(POSITIVE, k) == 0):
             if slot(POSITIVE, k) == 1:
@@ -79,12 +82,13 @@ def add(top, sums, u, same, diff, row, col, p0, p1, p2, p3, p4, POLICY: tl.const
             here = (tl.arange(0, KP) == k)[None, :]
             t = term(POLICY, k, u, row, col, p0, p1, p2, p3, p4)
             if slot(LSE, k) == 1:
-                t = tl.where(member, t * LOG2E, float("-inf"))
+                t = tl.where(member, t, float("-inf"))
                 before = tl.max(tl.where(here, top, float("-inf")), 1)
                 after = tl.maximum(before, tl.max(t, 1))
-                shift = tl.where(after == float("-inf"), 0.0, after)
-                added = tl.sum(tl.exp2(t - shift[:, None]), 1)
-                sums = tl.where(here, sums * tl.exp2(before - shift)[:, None] + added[:, None], sums)
+                shift = tl.where(tl.abs(after) == float("inf"), 0.0, after)
+                added = tl.sum(tl.exp2((t - shift[:, None]) * LOG2E), 1)
+                fade = tl.exp2((before - shift) * LOG2E)
+                sums = tl.where(here, sums * fade[:, None] + added[:, None], sums)
                 top = tl.where(here, after[:, None], top)
             else:
                 sums += tl.where(here, tl.sum(tl.where(member, t, 0.0), 1)[:, None], 0.0)
@@ -213,7 +217,7 @@ def pair_forward_kernel(
             value = tl.sum(tl.where(here, sums, 0.0), 1)
             if slot(LSE, k) == 1:
                 peak = tl.max(tl.where(here, top, float("-inf")), 1)
-                value = tl.where(peak == float("-inf"), peak, (peak + tl.log2(value)) / LOG2E)
+                value = tl.where(value == 0, peak, peak + tl.log2(value) * LN2)  # NaN stays
             tl.store(STATS + at * K + k, value, mask=real)
 
 
@@ -283,7 +287,7 @@ def gather(
         x, y = X + centre.to(tl.int64) * x_slice, Y
         for _ in range(0, POOL if OWN else 1):  # all centres of a column, or the one that this program owns
             s = dot_tile(x, y, rows, cols, D, BM, BN, BD, PRECISION)
-            share = tl.exp2(s * (sharpness * LOG2E) - pooled) * (1 + sharpness * (s - u))
+            share = tl.exp2(product(s, sharpness * LOG2E) - pooled) * (1 + sharpness * (s - u))
             g, total = push(g, total, w * share, u, x, y, rows, cols, chunk, D, BN, GD, VIEW, EXACT, PRECISION)
             y += y_slice
         return g, total

@@ -8,17 +8,17 @@ cos m and sin m come from the host: the device's own take local memory for angle
 import triton
 import triton.language as tl
 
-from ..functions import relu
+from ..functions import product, relu
 
 
 @triton.jit
 def term(k: tl.constexpr, u, row, col, margin, scale, cos_m, sin_m):
     if k == 1:
-        return scale * u
+        return product(scale, u)
     else:
         c = tl.minimum(tl.maximum(u, -1.0), 1.0)
         sine = tl.sqrt(relu(1 - c * c))
-        return scale * tl.where(c >= -cos_m, c * cos_m - sine * sin_m, c - margin * sin_m)  # θ <= π-m
+        return product(scale, tl.where(c >= -cos_m, c * cos_m - sine * sin_m, c - margin * sin_m))  # θ <= π-m
 
 
 @triton.jit
