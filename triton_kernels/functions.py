@@ -19,8 +19,14 @@ def product(x, y):
 
 
 @triton.jit
+def larger(x, y):
+    """max(x, y), NaN if either is: by itself a GPU takes the other."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def relu(x):
-    return tl.maximum(x, 0.0)
+    return larger(x, 0.0)
 
 
 @triton.jit
@@ -55,4 +61,4 @@ def sigmoid(t):
 def logaddexp(a, b):
     """log(e^a+e^b), -inf for two sums of nothing"""
     gap = -tl.abs(a - b)
-    return tl.maximum(a, b) + tl.where(gap == gap, log1p(tl.exp(gap)), 0.0)
+    return larger(a, b) + tl.where(gap == gap, log1p(tl.exp(gap)), 0.0)

@@ -40,10 +40,13 @@ from pydml.triton_kernels.tile import (
 def similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL: tl.constexpr, D: tl.constexpr,
                VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                EXACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """u [BM, BN], is some pair too near, and log₂ Σ_c 2^(sharpness·log₂e·s_c) of the pooled centres."""
+    """u [BM, BN], is some pair too near, and of the pooled centres top = max t_c and Σ_c 2^(t_c - top).
+
+    t = sharpness·log₂e·s, as :func:`gather` has it, to the last bit.
+    """
     if POOL == 1:
         u, near = tile_u(X, Y, X2, Y2, rows, cols, D, BM, BN, BD, VIEW, SYMMETRIC, EXACT, PRECISION)
-        return u, near, u
+        return u, near, u, u
     else:  # U = Σ_c softmax_c(sharpness·s)·s, streamed over the centres
         top = tl.full((BM, BN), float("-inf"), tl.float32)
         total = tl.zeros((BM, BN), tl.float32)
@@ -58,7 +61,7 @@ def similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL: tl.c
             mean = mean * fade + e * s
             top = higher
             x, y = x + x_slice, y + y_slice
-        return mean / total, False, top + tl.log2(total)
+        return mean / total, False, top, total
 
 
 @triton.jit
@@ -126,7 +129,7 @@ def visit(
 ):  # fmt: skip
     """Add one tile to the statistics and the extremes, and note in FLAG whether it is live (1) and near (2)."""
     cols = tile * BN + tl.arange(0, BN)
-    u, near, _ = similarity(X, Y, X2, Y2, 0, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC, BM, BN, BD,
+    u, near, _, _ = similarity(X, Y, X2, Y2, 0, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC, BM, BN, BD,
                             EXACT, PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
     col = tl.load(COL_FIELD + cols, mask=cols < n_cols, other=0.0)[None, :]
@@ -255,8 +258,8 @@ def gather(
 ):  # fmt: skip
     """Add one tile's share of dL/dx to g."""
     cols = tile * BN + tl.arange(0, BN)
-    u, near, pooled = similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC, BM,
-                                 BN, BD, EXACT, PRECISION)  # fmt: skip
+    u, near, top, pooled = similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC,
+                                      BM, BN, BD, EXACT, PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
     real_x, real_y = rows < n_rows, cols < n_cols
     w = tl.zeros_like(u)
@@ -284,10 +287,11 @@ def gather(
     if POOL == 1:
         return push(g, total, w, u, X, Y, rows, cols, chunk, D, BN, GD, VIEW, EXACT, PRECISION)
     else:  # dU/ds_c = p_c (1 + sharpness·(s_c - U))
+        w /= pooled
         x, y = X + centre.to(tl.int64) * x_slice, Y
         for _ in range(0, POOL if OWN else 1):  # all centres of a column, or the one that this program owns
             s = dot_tile(x, y, rows, cols, D, BM, BN, BD, PRECISION)
-            share = tl.exp2(product(s, sharpness * LOG2E) - pooled) * (1 + sharpness * (s - u))
+            share = tl.exp2(product(s, sharpness * LOG2E) - top) * (1 + sharpness * (s - u))
             g, total = push(g, total, w * share, u, x, y, rows, cols, chunk, D, BN, GD, VIEW, EXACT, PRECISION)
             y += y_slice
         return g, total

@@ -16,7 +16,7 @@ def term(k: tl.constexpr, u, row, col, margin, scale, cos_m, sin_m):
     if k == 1:
         return product(scale, u)
     else:
-        c = tl.minimum(tl.maximum(u, -1.0), 1.0)
+        c = tl.clamp(u, -1.0, 1.0, propagate_nan=tl.PropagateNan.ALL)
         sine = tl.sqrt(relu(1 - c * c))
         return product(scale, tl.where(c >= -cos_m, c * cos_m - sine * sin_m, c - margin * sin_m))  # θ <= π-m
 
