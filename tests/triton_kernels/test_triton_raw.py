@@ -72,12 +72,14 @@ def check(loss_fn: torch.nn.Module, z: Tensor, labels: Tensor) -> None:
 def test_long_rows_lose_no_digits(case: str, norm: int, low: torch.dtype, launched: list[tuple[str, str]]) -> None:
     name, policy, options = SHARING[case]
     z, labels = make_batch("random", 40, 24, 20 if name == "n_pairs" else 10, seed=norm)
-    check(LOSSES[name](normalize_embeddings=False, **options), (torch.nn.functional.normalize(z) * norm).to(low), labels)
+    check(
+        LOSSES[name](normalize_embeddings=False, **options), (torch.nn.functional.normalize(z) * norm).to(low), labels
+    )
     assert set(launched) == {("pair_forward_kernel", policy), ("pair_backward_kernel", policy)}
 
 
 def test_every_policy_with_log_sum_exps_of_any_size_is_tried() -> None:
-    """The angular margin's are of cosines, which are clamped."""
+    """The angular margin is of unit rows only."""
     sharing = {name for name, policy in POLICIES.items() if any(isinstance(s, LogSumExp) for s in policy.slots)}
     assert {policy for _, policy, _ in SHARING.values()} == sharing - {"arcface"}
 
@@ -148,7 +150,9 @@ def test_infinite_terms_are_infinite_or_nan_as_on_tiled(policy: str, view: str) 
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize(("policy", "side"), [("exponential", "col"), ("hinge", "row"), ("lifted", "row"), ("lifted", "col")])
+@pytest.mark.parametrize(
+    ("policy", "side"), [("exponential", "col"), ("hinge", "row"), ("lifted", "row"), ("lifted", "col")]
+)
 def test_fields_that_are_no_numbers_are_not_dropped(policy: str, side: str, value: float) -> None:
     z = torch.randn(12, 8, generator=generator(12))
     field = torch.zeros(12)
