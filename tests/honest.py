@@ -2,9 +2,9 @@
 
 As it comes (3.7.1), the interpreter holds bf16 as raw bits, so that products and sums of it are garbage; it truncates
 fp32 to bf16 where hardware rounds; it does not round TF32; its products are numpy's, which on some CPUs give equal
-columns different bits, where a GPU adds every element's products in one order; and reads or writes outside of a tensor
-pass silently. Here all but the last are mended, and :class:`Memory` raises on that one, and on what one program writes
-and another touches.
+columns different bits, where a GPU adds every element's products in one order; its larger of NaN and x is NaN, where a
+GPU's is x unless told otherwise; and reads or writes outside of a tensor pass silently. Here all but the last are
+mended, and :class:`Memory` raises on that one, and on what one program writes and another touches.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def install() -> None:
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = dot, cast
     InterpreterBuilder.binary_op, InterpreterBuilder.unary_op = binary, unary
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
 
 class MemoryFault(AssertionError):

@@ -6,14 +6,13 @@ Importing it needs Triton. On a machine without a GPU the kernels run in Triton'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pydml import tiled
 from pydml.backends import Kernel
-from pydml.policy import POLICIES, LogSumExp, gpu_lacks
+from pydml.policy import gpu_lacks
 from pydml.tiled.listed import triplets_by
 from pydml.triton_kernels.dots import dots, dots_backward
 from pydml.triton_kernels.histogram import histogram, histogram_backward, histogram_saved
@@ -43,26 +42,12 @@ ENGINES: dict[str, tuple[Kernel, int]] = {
 }
 
 
-def _raw_shares(name: str, arguments: Sequence[Any]) -> bool:
-    """Are there log-sum-exps of rows that are not normalised?
-
-    The forward kernel brings terms to powers of two and back, which costs a term's last digit. The backward pass takes
-    e^{term - stat}: of unit rows that is nothing, but a term of 5e7 has a last digit of 4.
-    """
-    if not name.startswith("pair"):
-        return False
-    at = next(i for i, x in enumerate(arguments) if isinstance(x, str))
-    policy, _, _, normalize = arguments[at : at + 4]
-    return not normalize and any(isinstance(slot, LogSumExp) for slot in POLICIES[policy].slots)
-
-
 def _kernel(name: str, run: Kernel, place: int) -> Kernel:
     """Triton for fp32, bf16 and fp16; fp64 is for checking, and runs on the tiled engines."""
     plain: Kernel = tiled.KERNELS[name]
 
     def choose(*arguments: Any) -> Any:
-        on_tiled = arguments[place].dtype == torch.float64 or _raw_shares(name, arguments)
-        return (plain if on_tiled else run)(*arguments)
+        return (plain if arguments[place].dtype == torch.float64 else run)(*arguments)
 
     return choose
 

@@ -12,21 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml.tiled.sides import Matrix, Side
+from pydml.tiled.sides import TINY, Matrix, Side
 from pydml.triton_kernels.matrix import launch
 from pydml.triton_kernels.tile import NEAR
 
+#: ‖z‖ is clamped here: a row that is no longer is no unit row.
+CLAMP: tl.constexpr = tl.constexpr(TINY)
 #: Pairs, and columns of them, that a program looks at in one step.
 PAIRS, WIDTH = 16, 128
 
 
 @triton.jit
-def dots_kernel(X, Y, ROW, COL, U, n, d, VIEW: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr):
+def dots_kernel(X, Y, X_NORM, Y_NORM, ROW, COL, U, n, d, VIEW: tl.constexpr, BP: tl.constexpr, BD: tl.constexpr):
     """u of BP pairs."""
     at = tl.program_id(0).to(tl.int64) * BP + tl.arange(0, BP)
     real = at < n
-    x = X + tl.load(ROW + at, mask=real, other=0)[:, None] * d
-    y = Y + tl.load(COL + at, mask=real, other=0)[:, None] * d
+    row, col = tl.load(ROW + at, mask=real, other=0), tl.load(COL + at, mask=real, other=0)
+    x, y = X + row[:, None] * d, Y + col[:, None] * d
     s = tl.zeros((BP,), tl.float32)
     d2 = tl.zeros((BP,), tl.float32)
     for start in range(0, d, BD):
@@ -38,7 +40,8 @@ def dots_kernel(X, Y, ROW, COL, U, n, d, VIEW: tl.constexpr, BP: tl.constexpr, B
     if VIEW == "dot":
         u = s
     elif VIEW == "cosine":
-        u = tl.where(d2 < (d2 + 2 * s) * NEAR, 1 - 0.5 * d2, s)  # ‖x‖²+‖y‖² = D²+2S
+        unit = (tl.load(X_NORM + row) > CLAMP) & (tl.load(Y_NORM + col) > CLAMP)
+        u = tl.where(unit & (d2 < (d2 + 2 * s) * NEAR), 1 - 0.5 * d2, s)  # ‖x‖²+‖y‖² = D²+2S
     elif VIEW == "squared":
         u = -d2
     else:
@@ -79,8 +82,8 @@ def _forward(m: Matrix, i: Tensor, j: Tensor) -> Tensor:
     n, d = i.shape[0], m.row.x.shape[1]
     u = m.row.x.new_empty(n)
     if n:
-        launch(dots_kernel, (triton.cdiv(n, PAIRS),), u.device, m.row.x, m.col.x, i, j, u, n, d, VIEW=m.view, BP=PAIRS,
-               BD=_width(m.row.x), num_warps=4)  # fmt: skip
+        launch(dots_kernel, (triton.cdiv(n, PAIRS),), u.device, m.row.x, m.col.x, m.row.norm, m.col.norm, i, j, u, n, d,
+               VIEW=m.view, BP=PAIRS, BD=_width(m.row.x), num_warps=4)  # fmt: skip
     return u
 
 

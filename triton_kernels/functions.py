@@ -4,11 +4,29 @@ import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def product(x, y):
+    """x·y, rounded before anything is added to it.
+
+    A compiler may make one operation of x·y+z in one pass and not in the other, and then e^{term - stat} is off by the
+    last digit of the term: by a factor of e^4 where that is 5e7. It adds nothing to what is one operation already, and
+    may not drop this 0, which -0 + 0 needs.
+    """
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
+def larger(x, y):
+    """max(x, y), NaN if either is: by itself a GPU takes the other."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def relu(x):
-    return tl.maximum(x, 0.0)
+    return larger(x, 0.0)
 
 
 @triton.jit
@@ -43,4 +61,4 @@ def sigmoid(t):
 def logaddexp(a, b):
     """log(e^a+e^b), -inf for two sums of nothing"""
     gap = -tl.abs(a - b)
-    return tl.maximum(a, b) + tl.where(gap == gap, log1p(tl.exp(gap)), 0.0)
+    return larger(a, b) + tl.where(gap == gap, log1p(tl.exp(gap)), 0.0)

@@ -168,7 +168,7 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
     yield "sample", (*matrix_of, torch.arange(n), torch.zeros((), dtype=torch.int64), 0.5, 1.4)
     yield "rank", (*matrix_of, True)
     pairs = torch.arange(n), torch.arange(n).flip(0)
-    for view in ("dot", "euclidean"):
+    for view in ("dot", "cosine", "euclidean"):
         yield "dots", (z, None, *pairs, view, True)
         yield "dots_backward", (torch.ones(n), z, None, *pairs, view, True, True, False)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pydml import tiled
 from pydml.backends import deterministic
 from pydml.policy import POLICIES, LogSumExp
-from pydml.triton_kernels.functions import LOG2E
+from pydml.triton_kernels.functions import LN2, LOG2E, product
 from pydml.triton_kernels.matrix import Matrix, Side, launch, tiles_for
 from pydml.triton_kernels.policy import slope, term
 from pydml.triton_kernels.tile import (
@@ -40,10 +40,13 @@ from pydml.triton_kernels.tile import (
 def similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL: tl.constexpr, D: tl.constexpr,
                VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                EXACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """u [BM, BN], is some pair too near, and log₂ Σ_c 2^(sharpness·log₂e·s_c) of the pooled centres."""
+    """u [BM, BN], is some pair too near, and of the pooled centres top = max t_c and Σ_c 2^(t_c - top).
+
+    t = sharpness·log₂e·s, as :func:`gather` has it, to the last bit.
+    """
     if POOL == 1:
         u, near = tile_u(X, Y, X2, Y2, rows, cols, D, BM, BN, BD, VIEW, SYMMETRIC, EXACT, PRECISION)
-        return u, near, u
+        return u, near, u, u
     else:  # U = Σ_c softmax_c(sharpness·s)·s, streamed over the centres
         top = tl.full((BM, BN), float("-inf"), tl.float32)
         total = tl.zeros((BM, BN), tl.float32)
@@ -51,14 +54,14 @@ def similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL: tl.c
         x, y = X, Y
         for _ in range(0, POOL):
             s = dot_tile(x, y, rows, cols, D, BM, BN, BD, PRECISION)
-            t = s * (sharpness * LOG2E)
+            t = product(s, sharpness * LOG2E)
             higher = tl.maximum(top, t)
             fade, e = tl.exp2(top - higher), tl.exp2(t - higher)
             total = total * fade + e
             mean = mean * fade + e * s
             top = higher
             x, y = x + x_slice, y + y_slice
-        return mean / total, False, top + tl.log2(total)
+        return mean / total, False, top, total
 
 
 @triton.jit
@@ -69,7 +72,10 @@ def slot(mask: tl.constexpr, k: tl.constexpr):
 @triton.jit
 def add(top, sums, u, same, diff, row, col, p0, p1, p2, p3, p4, POLICY: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
         ACTIVE: tl.constexpr, POSITIVE: tl.constexpr, LSE: tl.constexpr, MIXED: tl.constexpr):  # fmt: skip
-    """Add a tile to the statistics: top [BM, KP] (in powers of 2) and sums [BM, KP]."""
+    """Add a tile to the statistics: top [BM, KP] and sums [BM, KP].
+
+    The top is a term as the backward pass has it, to the last bit: :func:`weights` takes e^{term - stat}.
+    """
     for k in tl.static_range(K):
         if slot(ACTIVE, k) == 1 and (MIXED or slot(POSITIVE, k) == 0):
             if slot(POSITIVE, k) == 1:
@@ -79,12 +85,13 @@ def add(top, sums, u, same, diff, row, col, p0, p1, p2, p3, p4, POLICY: tl.const
             here = (tl.arange(0, KP) == k)[None, :]
             t = term(POLICY, k, u, row, col, p0, p1, p2, p3, p4)
             if slot(LSE, k) == 1:
-                t = tl.where(member, t * LOG2E, float("-inf"))
+                t = tl.where(member, t, float("-inf"))
                 before = tl.max(tl.where(here, top, float("-inf")), 1)
                 after = tl.maximum(before, tl.max(t, 1))
-                shift = tl.where(after == float("-inf"), 0.0, after)
-                added = tl.sum(tl.exp2(t - shift[:, None]), 1)
-                sums = tl.where(here, sums * tl.exp2(before - shift)[:, None] + added[:, None], sums)
+                shift = tl.where(tl.abs(after) == float("inf"), 0.0, after)
+                added = tl.sum(tl.exp2((t - shift[:, None]) * LOG2E), 1)
+                fade = tl.exp2((before - shift) * LOG2E)
+                sums = tl.where(here, sums * fade[:, None] + added[:, None], sums)
                 top = tl.where(here, after[:, None], top)
             else:
                 sums += tl.where(here, tl.sum(tl.where(member, t, 0.0), 1)[:, None], 0.0)
@@ -122,7 +129,7 @@ def visit(
 ):  # fmt: skip
     """Add one tile to the statistics and the extremes, and note in FLAG whether it is live (1) and near (2)."""
     cols = tile * BN + tl.arange(0, BN)
-    u, near, _ = similarity(X, Y, X2, Y2, 0, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC, BM, BN, BD,
+    u, near, _, _ = similarity(X, Y, X2, Y2, 0, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC, BM, BN, BD,
                             EXACT, PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
     col = tl.load(COL_FIELD + cols, mask=cols < n_cols, other=0.0)[None, :]
@@ -213,7 +220,7 @@ def pair_forward_kernel(
             value = tl.sum(tl.where(here, sums, 0.0), 1)
             if slot(LSE, k) == 1:
                 peak = tl.max(tl.where(here, top, float("-inf")), 1)
-                value = tl.where(peak == float("-inf"), peak, (peak + tl.log2(value)) / LOG2E)
+                value = tl.where(value == 0, peak, peak + tl.log2(value) * LN2)  # NaN stays
             tl.store(STATS + at * K + k, value, mask=real)
 
 
@@ -251,8 +258,8 @@ def gather(
 ):  # fmt: skip
     """Add one tile's share of dL/dx to g."""
     cols = tile * BN + tl.arange(0, BN)
-    u, near, pooled = similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC, BM,
-                                 BN, BD, EXACT, PRECISION)  # fmt: skip
+    u, near, top, pooled = similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC,
+                                      BM, BN, BD, EXACT, PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
     real_x, real_y = rows < n_rows, cols < n_cols
     w = tl.zeros_like(u)
@@ -280,10 +287,11 @@ def gather(
     if POOL == 1:
         return push(g, total, w, u, X, Y, rows, cols, chunk, D, BN, GD, VIEW, EXACT, PRECISION)
     else:  # dU/ds_c = p_c (1 + sharpness·(s_c - U))
+        w /= pooled
         x, y = X + centre.to(tl.int64) * x_slice, Y
         for _ in range(0, POOL if OWN else 1):  # all centres of a column, or the one that this program owns
             s = dot_tile(x, y, rows, cols, D, BM, BN, BD, PRECISION)
-            share = tl.exp2(s * (sharpness * LOG2E) - pooled) * (1 + sharpness * (s - u))
+            share = tl.exp2(product(s, sharpness * LOG2E) - top) * (1 + sharpness * (s - u))
             g, total = push(g, total, w * share, u, x, y, rows, cols, chunk, D, BN, GD, VIEW, EXACT, PRECISION)
             y += y_slice
         return g, total

@@ -9,6 +9,8 @@ indices into them; D their padded width; BM×BN a tile, BD a step along d.
 import triton
 import triton.language as tl
 
+from .functions import relu
+
 #: S within this of 1: 2-2S has lost its digits, and D² is taken from the rows themselves.
 NEAR: tl.constexpr = tl.constexpr(1e-5)
 #: And what each product may add to it: tensor cores cut the digits of long sums off instead of rounding them.
@@ -133,9 +135,9 @@ def tile_u(X, Y, X2, Y2, rows, cols, D: tl.constexpr, BM: tl.constexpr, BN: tl.c
         if VIEW == "cosine":
             return s, some
         elif VIEW == "squared":
-            return -tl.maximum(d2, 0.0), some
+            return -relu(d2), some
         else:
-            return -tl.sqrt(tl.maximum(d2, 0.0)), some
+            return -tl.sqrt(relu(d2)), some
 
 
 @triton.jit
@@ -147,7 +149,7 @@ def push(g, total, w, u, X, Y, rows, cols, chunk, D: tl.constexpr, BN: tl.conste
     """
     distance: tl.constexpr = VIEW == "euclidean" or VIEW == "squared"
     if VIEW == "euclidean":
-        w = tl.where(u < 0, w / tl.where(u < 0, u, 1.0), 0.0)  # du/dD² = -1/(2D); at D=0 the gradient of D is 0
+        w *= tl.where(u < 0, 1.0 / tl.where(u < 0, u, 1.0), 0.0)  # du/dD² = -1/(2D); at D=0 the gradient of D is 0
     elif VIEW == "squared":
         w = -2 * w
     if distance and EXACT:

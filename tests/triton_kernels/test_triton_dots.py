@@ -72,6 +72,15 @@ def test_zero_rows_have_a_cosine_of_0() -> None:
     assert engine.dots(z, None, *pairs, "cosine", True).tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize("rectangular", [False, True])
+def test_short_rows_have_the_cosine_of_what_they_are_clamped_to(rectangular: bool) -> None:
+    """‖z‖ is clamped at 1e-12: a shorter row is no unit row, and its S with itself is ‖x‖²."""
+    z = torch.tensor([[0.6e-12, 0.0], [0.0, 2.0], [0.0, 0.999e-12]])
+    cols, both = z.clone() if rectangular else None, torch.arange(3)
+    assert_close(engine.dots(z, cols, both, both, "cosine", True), [0.36, 1.0, 0.998001], 1e-6)
+    check(z[:2], None if cols is None else cols[:2], both[:2], both[:2], "cosine", True, 1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
     z, _ = make_batch("trained", 33, 31, 3, dtype=dtype)

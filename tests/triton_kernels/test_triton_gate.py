@@ -71,6 +71,47 @@ def test_the_gate_sees_what_it_looks_for() -> None:
     assert "bytes of shared memory" in memory, done.stdout + done.stderr
 
 
+def test_no_compiler_adds_to_a_product_before_it_is_rounded(tmp_path: Path) -> None:
+    """What is taken from :func:`product` is taken by an instruction of its own; from x·y it is not."""
+    program = tmp_path / "products.py"
+    program.write_text(
+        "import re, subprocess, sys, tempfile\n"
+        "import triton, triton.language as tl\n"
+        "from triton import knobs\n"
+        "from triton.backends.compiler import GPUTarget\n"
+        "from triton.compiler import ASTSource\n"
+        "from pydml.triton_kernels.functions import product, relu\n"
+        "@triton.jit\n"
+        "def kernel(X, Y, Z, OUT, ROUNDED: tl.constexpr, RELU: tl.constexpr):\n"
+        "    at = tl.arange(0, 128)\n"
+        "    x, y, z = tl.load(X + at), tl.load(Y + at), tl.load(Z + at)\n"
+        "    if RELU:\n"
+        "        x = relu(x)\n"
+        "    if ROUNDED:\n"
+        "        t = product(x, y)\n"
+        "    else:\n"
+        "        t = x * y\n"
+        "    tl.store(OUT + at, t - z)\n"
+        "def additions(arch, **constants):\n"
+        "    signature = dict.fromkeys(('X', 'Y', 'Z', 'OUT'), '*fp32') | dict.fromkeys(constants, 'constexpr')\n"
+        "    nvidia = arch.startswith('sm_')\n"
+        "    target = GPUTarget('cuda', int(arch[3:]), 32) if nvidia else GPUTarget('hip', arch, 64)\n"
+        "    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)\n"
+        "    binary = triton.compile(source, target=target)\n"
+        "    if not nvidia:\n"
+        "        return len(re.findall(r'v_(?:pk_)?(?:add|sub|subrev)_f32', binary.asm['amdgcn']))\n"
+        "    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:\n"
+        "        file.write(binary.asm['cubin'])\n"
+        "        file.flush()\n"
+        "        command = [knobs.nvidia.cuobjdump.path, '-sass', file.name]\n"
+        "        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.count('FADD')\n"
+        "for arch in sys.argv[1:]:\n"
+        "    print(arch, *(additions(arch, ROUNDED=a, RELU=b) for a in (True, False) for b in (True, False)))\n"
+    )
+    done = python(str(program), *sorted(ARCHS))
+    assert done.stdout.splitlines() == [f"{arch} 1 1 0 0" for arch in sorted(ARCHS)], done.stdout + done.stderr
+
+
 def test_a_digest_is_of_the_code_and_not_of_its_comments() -> None:
     program = (
         "from pydml.triton_kernels import gate\n"

@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from ..functions import sigmoid, softplus
+from ..functions import product, sigmoid, softplus
 
 
 @triton.jit
@@ -14,11 +14,11 @@ def term(k: tl.constexpr, u, row, col, alpha, beta, base):
     if k == 0:
         return softplus(alpha * (base - u))
     elif k == 1:
-        return -alpha * u
+        return product(-alpha, u)
     elif k == 2:
         return softplus(beta * (u - base))
     else:
-        return beta * u
+        return product(beta, u)
 
 
 @triton.jit

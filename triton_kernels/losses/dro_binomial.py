@@ -3,15 +3,15 @@
 import triton
 import triton.language as tl
 
-from ..functions import sigmoid, softplus
+from ..functions import product, sigmoid, softplus
 
 
 @triton.jit
 def term(k: tl.constexpr, u, row, col, alpha, beta, threshold, gamma_pos, gamma_neg):
     if k == 0:
-        return softplus(alpha * (threshold - u)) / (alpha * gamma_pos)
+        return product(softplus(alpha * (threshold - u)), 1.0 / (alpha * gamma_pos))
     else:
-        return softplus(beta * (u - threshold)) / (beta * gamma_neg)
+        return product(softplus(beta * (u - threshold)), 1.0 / (beta * gamma_neg))
 
 
 @triton.jit

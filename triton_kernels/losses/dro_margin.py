@@ -9,9 +9,9 @@ from ..functions import relu
 @triton.jit
 def term(k: tl.constexpr, u, row, col, margin, threshold, gamma_pos, gamma_neg):
     if k == 0:
-        return relu(margin + threshold - u) / gamma_pos
+        return relu((margin + threshold - u) / gamma_pos)  # rounded: nothing is fused through a maximum
     else:
-        return relu(margin + u - threshold) / gamma_neg
+        return relu((margin + u - threshold) / gamma_neg)
 
 
 @triton.jit

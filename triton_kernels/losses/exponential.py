@@ -10,9 +10,9 @@ import triton.language as tl
 @triton.jit
 def term(k: tl.constexpr, u, row, col, a_pos, c_pos, a_neg, c_neg):
     if k == 0:
-        return a_pos * (u - c_pos) + col
+        return tl.fma(a_pos, u - c_pos, col)
     else:
-        return a_neg * (u - c_neg) + col
+        return tl.fma(a_neg, u - c_neg, col)
 
 
 @triton.jit
