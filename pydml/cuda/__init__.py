@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pydml import tiled
 from pydml.backends import Kernel
@@ -28,7 +26,9 @@ from pydml.cuda.triplet import triplet, triplet_backward
 from pydml.policy import gpu_lacks
 from pydml.tiled.listed import triplets_by
 
-#: Engines by op; each takes the table of C++ ops, then the arguments of the op.
+#: Ops whose kernels are written for one block of columns only.
+UNWRITTEN = ("against", "below", "above", "positives")
+#: Engines by op; each takes the table of C++ ops, then what the op declares.
 ENGINES: dict[str, Kernel] = {
     f.__name__: f
     for f in (
@@ -49,23 +49,25 @@ ENGINES: dict[str, Kernel] = {
 }
 
 
-def _runs_here(name: str, arguments: Sequence[Any]) -> bool:
-    """Can the kernels take it? They know no fp64, and only softmax losses with pools that fit a tile."""
-    if any(isinstance(t, Tensor) and t.ndim == 2 and t.dtype == torch.float64 for t in arguments):
-        return False
-    if name.startswith("pair"):
-        policy, *_, pool_size, _ = arguments[6:13] if name == "pair" else arguments[10:17]
-        return bool(pool_size == 1 or (pool_size <= TILE and policy == "exponential"))
-    return True
+def yields(a: Any) -> str | None:
+    """Why a call is left to the tiled engines, or None."""
+    first = getattr(a, a.sides[0])
+    if first.dtype == torch.float64:
+        return "fp64 is for checking, and the CUDA kernels have none"
+    if a.op in UNWRITTEN:
+        return "the CUDA backend has no kernel for it"
+    if a.op == "triplet" and a.swap:
+        return "the CUDA kernels have no anchor-swapped triplets"
+    if a.op == "pair" and a.pool_size > 1 and (a.pool_size > TILE or a.policy != "exponential"):
+        return f"the CUDA kernels pool up to {TILE} columns, for softmax losses"
+    if getattr(a, "selves", None) is not None or (a.op == "pair" and (a.bounds is not None or a.side != "both")):
+        return "the CUDA kernels know no rows among the columns, and no thresholds from elsewhere"
+    return None
 
 
 def _engine(ops: Any, name: str) -> Kernel:
     kernel = ENGINES[name]
-
-    def run(*arguments: Any) -> Any:
-        return kernel(ops, *arguments) if _runs_here(name, arguments) else tiled.KERNELS[name](*arguments)
-
-    return run
+    return lambda received: kernel(ops, received)
 
 
 @functools.cache
@@ -87,4 +89,5 @@ def kernels(emulated: bool) -> dict[str, Kernel]:
     torch.ops.load_library(path)
     ops = torch.ops.pydml_cuda_emulated if emulated else torch.ops.pydml_cuda
     engines = {name: _engine(ops, name) for name in ENGINES}
-    return tiled.KERNELS | {"lacks": gpu_lacks} | engines | triplets_by(engines["dots"], engines["dots_backward"])
+    table = tiled.KERNELS | {"lacks": gpu_lacks, "yields": yields} | engines
+    return table | triplets_by(engines["dots"], engines["dots_backward"])

@@ -8,29 +8,19 @@ import torch
 from torch import Tensor
 
 from pydml.cuda.matrix import Listed
+from pydml.declared import Backward, Dots
 
 
-def dots(ops: Any, rows: Tensor, cols: Tensor | None, i: Tensor, j: Tensor, view: str, normalize: bool) -> Tensor:
-    m = Listed(ops, rows, cols, view, normalize)
-    u = rows.new_empty(len(i), dtype=torch.float32)
-    ops.dots(*m.arguments(1), i.contiguous(), j.contiguous(), None, u)
+def dots(ops: Any, a: Dots) -> Tensor:
+    m = Listed(ops, a)
+    u = a.rows.new_empty(len(a.i), dtype=torch.float32)
+    ops.dots(*m.arguments(1), a.i.contiguous(), a.j.contiguous(), None, u)
     return u
 
 
-def dots_backward(
-    ops: Any,
-    grad: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    i: Tensor,
-    j: Tensor,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
-    m = Listed(ops, rows, cols, view, normalize)
-    i, j = i.contiguous(), j.contiguous()
+def dots_backward(ops: Any, b: Backward[Dots]) -> tuple[Tensor, Tensor]:
+    m, grad = Listed(ops, b.call), b.grad.u
+    i, j = b.call.i.contiguous(), b.call.j.contiguous()
     factor = torch.empty_like(grad, dtype=torch.float32)
     ops.dots(*m.arguments(1), i, j, grad.float().contiguous(), factor)
 
@@ -46,4 +36,4 @@ def dots_backward(
         if own_cols or m.symmetric:
             gather(arguments, j, i, m.col.n, parts)
 
-    return m.gradients(want_rows, want_cols, weigh)
+    return m.gradients(b.want_rows, b.want_cols, weigh)

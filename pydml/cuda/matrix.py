@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from pydml.backends import tf32
+from pydml.declared import Dots
 from pydml.policy import BUILT_IN
 
 #: Edge of a tile, columns of a gradient in one block, and bytes of a slab of a row; as in csrc/cuda/.
@@ -88,6 +90,12 @@ class Matrix:
         self.row_range = ranges_of(labels, other)
         self.col_range = self.row_range if cols is None else ranges_of(other, labels)
 
+    @classmethod
+    def of(cls, ops: Any, a: Any) -> Self:
+        """The matrix of a call of an op; metrics have no view, and only ``pair`` pools."""
+        pooling = getattr(a, "pool_size", 1), getattr(a, "sharpness", 1.0)
+        return cls(ops, a.rows, a.cols, a.row_labels, a.col_labels, getattr(a, "view", "dot"), a.normalize, *pooling)
+
     def begin(self, ops: Any, rows: Tensor, cols: Tensor | None, view: str, sharpness: float) -> None:
         self.ops, self.symmetric, self.view, self.sharpness = ops, cols is None, VIEWS.index(view), sharpness
         self.given = rows, cols
@@ -144,8 +152,9 @@ class Matrix:
 class Listed(Matrix):
     """A matrix of which only listed pairs are looked at: nothing is sorted, and products are fp32's own."""
 
-    def __init__(self, ops: Any, rows: Tensor, cols: Tensor | None, view: str, normalize: bool) -> None:
-        self.begin(ops, rows, cols, view, 1.0)
+    def __init__(self, ops: Any, a: Dots) -> None:
+        rows, cols, normalize = a.rows, a.cols, a.normalize
+        self.begin(ops, rows, cols, a.view, 1.0)
         self.math = FP32 if self.dtype == torch.float32 else self.math
         self.row = self.col = self.side(rows, torch.arange(len(rows), device=rows.device), normalize)
         if cols is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pydml.cuda.matrix import HALVES, Matrix, ranges_of
+from pydml.declared import Extremes, Mined, Sample
 
 
 def extreme(
@@ -31,22 +32,12 @@ def extreme(
     return chosen, u
 
 
-def extremes(
-    ops: Any,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    positive: str,
-    negative: str,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
-    easy, hard = (1 if positive == "easy" else -1), (-1 if negative == "easy" else 1)
+def extremes(ops: Any, a: Extremes) -> tuple[Tensor, Tensor]:
+    m, positive, negative = Matrix.of(ops, a), a.positive, a.negative
+    easy, hard = ({"easy": 1, "none": 0}.get(positive, -1), {"easy": -1, "none": 0}.get(negative, 1))
     inf = float("inf")
     if positive == "semihard":  # the hardest positive that is still nearer than the chosen negative
-        chosen, u = extreme(m, (0, 1 if negative == "hard" else -1), (0.0, inf))
+        chosen, u = extreme(m, (0, hard), (0.0, inf))
         return extreme(m, (-1, 0), above=u[1])[0][0], chosen[1]
     if negative == "semihard":  # the hardest negative that is still farther than the chosen positive
         chosen, u = extreme(m, (easy, 0), (-inf, 0.0))
@@ -55,17 +46,8 @@ def extremes(
     return p, n
 
 
-def mined(
-    ops: Any,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    epsilon: float | None,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
+def mined(ops: Any, a: Mined) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, epsilon = Matrix.of(ops, a), a.epsilon
     n_cols, splits, thresholds = m.col.n, m.splits(), None
     counts = m.row.order.new_zeros(2, m.row.n * splits * HALVES)
     if m.row.n:
@@ -80,25 +62,17 @@ def mined(
     return a1, p, a2, n
 
 
-def sample(
-    ops: Any,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    anchors: Tensor,
-    seed: Tensor,
-    cutoff: float,
-    nonzero_loss_cutoff: float,
-) -> Tensor:
-    m = Matrix(ops, rows, cols, row_labels, col_labels, "euclidean", True)
+def sample(ops: Any, a: Sample) -> Tensor:
+    m = Matrix(ops, a.rows, a.cols, a.row_labels, a.col_labels, "euclidean", True)
+    anchors = a.anchors
     drawn = torch.full_like(anchors, -1)
     if len(anchors) and m.col.n:
-        labels = (row_labels if col_labels is None else col_labels)[m.col.order]
-        m.row, m.row_range = m.side(m.row.given, anchors, True), ranges_of(row_labels[anchors], labels)
+        labels = (a.row_labels if a.col_labels is None else a.col_labels)[m.col.order]
+        m.row, m.row_range = m.side(m.row.given, anchors, True), ranges_of(a.row_labels[anchors], labels)
         m.symmetric = False  # a draw is not a row; and self pairs are no negatives
         splits = m.splits()
-        values = rows.new_empty(splits * HALVES, len(anchors), dtype=torch.float64)
+        values = a.rows.new_empty(splits * HALVES, len(anchors), dtype=torch.float64)
         columns = anchors.new_empty(splits * HALVES, len(anchors))
-        ops.sample(*m.arguments(splits), seed.to(rows.device), cutoff, nonzero_loss_cutoff, values, columns, drawn)
+        cutoffs = a.cutoff, a.nonzero_loss_cutoff
+        ops.sample(*m.arguments(splits), a.seed.to(a.rows.device), *cutoffs, values, columns, drawn)
     return drawn

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pydml.cuda.matrix import Matrix, policy_number
+from pydml.declared import TopK
 
 #: Stages of the sweep, as in csrc/cuda/topk.cu, and bits of the digits of the first three.
 STAGES = ("first_digit", "second_digit", "last_digit", "list_above", "list_equal", "all_losses")
@@ -105,21 +106,9 @@ def _largest(lists: Sequence[tuple[Tensor, Tensor, Tensor]], k: int, n_cols: int
     return torch.where(pairs < 0, -1, pairs // n_cols), torch.where(pairs < 0, -1, pairs % n_cols)
 
 
-def topk(
-    ops: Any,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    policy: str,
-    params: Sequence[float],
-    k: int,
-    side: str,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
-    search = Search(m, policy, params, side)
+def topk(ops: Any, a: TopK) -> tuple[Tensor, Tensor]:
+    m, k = Matrix.of(ops, a), a.k
+    search = Search(m, a.policy, a.params, a.side)
     n, n_cols = m.row.n, m.col.n
     if not (search.total and k):
         return search.full(-1, k), search.full(-1, k)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from pydml.backends import class_limit
 from pydml.cuda.matrix import HALVES, Matrix, ceil
-from pydml.tiled.triplet import triplet as tiled_triplet
-from pydml.tiled.triplet import triplet_backward as tiled_triplet_backward
+from pydml.declared import Backward, Triplet
 
 #: Positives of a row that a block holds at a time, as in csrc/cuda/thresholds.cuh, and that the tables of the gradient
 #: have room for. Larger classes take more windows; as nobody waits for the size of the largest class, all windows are
@@ -27,53 +26,21 @@ def longest_range(m: Matrix) -> Tensor:
     return longest
 
 
-def triplet(
-    ops: Any,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    mode: str,
-    margin: float,
-    swap: bool,
-    smooth: bool,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
-    if swap:
-        return tiled_triplet(rows, cols, row_labels, col_labels, mode, margin, swap, smooth, view, normalize)
-    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
-    splits = 1 if mode == "semihard" else m.splits()
-    sums = rows.new_zeros(splits * HALVES, m.row.n, 2, dtype=torch.float32)
+def triplet(ops: Any, a: Triplet) -> tuple[Tensor, Tensor]:
+    m, semihard = Matrix.of(ops, a), a.mode == "semihard"
+    splits = 1 if semihard else m.splits()
+    sums = a.rows.new_zeros(splits * HALVES, m.row.n, 2, dtype=torch.float32)
     if m.row.n:
         longest_range(m)
-        ops.triplet(*m.arguments(splits), mode == "semihard", smooth, margin, 0, [], sums)
+        ops.triplet(*m.arguments(splits), semihard, a.smooth, a.margin, 0, [], sums)
     total, count = m.poison(*m.unsorted(sums.sum(0)).unbind(1))
     return total, count
 
 
-def triplet_backward(
-    ops: Any,
-    grad: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    mode: str,
-    margin: float,
-    swap: bool,
-    smooth: bool,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
-    if swap:
-        return tiled_triplet_backward(
-            grad, rows, cols, row_labels, col_labels, mode, margin, swap, smooth, view, normalize, want_rows, want_cols
-        )
-    m = Matrix(ops, rows, cols, row_labels, col_labels, view, normalize)
-    grad = grad.float()[m.row.order]
+def triplet_backward(ops: Any, b: Backward[Triplet]) -> tuple[Tensor, Tensor]:
+    a = b.call
+    m = Matrix.of(ops, a)
+    grad = b.grad.total.float()[m.row.order]
     longest = longest_range(m)
     shape = m.row.n, min(WINDOW, ceil(m.col.n, CHUNK) * CHUNK)
     tables = [grad.new_empty(shape), grad.new_empty(shape), grad.new_empty(shape, dtype=torch.int32)]
@@ -81,8 +48,8 @@ def triplet_backward(
     def weigh(arguments: Any, own_cols: bool, parts: Tensor) -> None:
         anchors = not own_cols, own_cols or m.symmetric
         for window in range(0, class_limit(m.col.n), WINDOW):
-            how = mode == "semihard", smooth, margin, window
+            how = a.mode == "semihard", a.smooth, a.margin, window
             ops.triplet(*m.arguments(1), *how, tables, None)
             ops.triplet_backward(*arguments, *how, *anchors, m.row_range, longest, tables, grad, parts)
 
-    return m.gradients(want_rows, want_cols, weigh)
+    return m.gradients(b.want_rows, b.want_cols, weigh)
