@@ -31,8 +31,9 @@ struct Slot {
                                     {Side::negatives, Kind::constant}}
 
 // a·b + c, rounded once where the target can. No compiler makes one by itself: all of this is compiled without
-// contraction (-ffp-contract=off), because e^(term - statistic) is a share only if a term has the
-// same bits wherever it is computed, and a product that is rounded in one place and contracted in another has not.
+// contraction (-ffp-contract=off in setup.py, --fmad=false in csrc/cuda/nvcc.py), because e^(term - statistic) is a
+// share only if a term has the same bits wherever it is computed, and a product that is rounded in one place and
+// contracted in another has not.
 template <class R>
 PYDML_HD R Fma(R a, R b, R c) {
 #if defined(__CUDA_ARCH__)

@@ -1,7 +1,8 @@
 """Random direct calls of the ops, most of them wrong: what test_op_arguments.py runs in a process of its own.
 
 ``python tests/fuzz_ops.py <namespace> <backend> <first> <calls>`` names every call before it makes it, so that the last
-line says which one ended the process. Call number n is the same in every run.
+line says which one ended the process. Call number n is the same in every run. Ops of ``pydml_cuda_emulated`` are called
+as the engines of pydml/cuda call them, up to one call, which is spoilt.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 import pydml
+from pydml import cuda
 from pydml.policy import POLICIES
 
 GRADS_KEPT = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}
@@ -100,6 +102,10 @@ class Caller:
             return not value
         if isinstance(value, str):
             return pick(NAMES)
+        if isinstance(value, list) and value and not isinstance(value[0], float):  # tensors, or whole numbers
+            at = self.random.randrange(len(value))
+            spoilt = [*value[:at], self.spoil(value[at]), *value[at + 1 :]]
+            return pick((spoilt, spoilt, spoilt, value[:-1], [*value, value[0]], []))
         if isinstance(value, list):
             return pick((value[:-1], [*value, 1.0], [], [0.0] * len(value), [float("nan")] * len(value)))
         if isinstance(value, int):
@@ -144,7 +150,70 @@ def ours(op: Any, error: Exception) -> bool:
     """Does the message name an argument first, or is it torch's own about the types of the schema?"""
     names = "|".join(argument.name for argument in op._schema.arguments)
     text = str(error)
-    return bool(re.match(rf"({names}): ", text)) or "pydml::" in text or "allocate" in text or "alloc" in text
+    named = re.match(rf"({names})(\[\d\])?: ", text)
+    return bool(named) or f"{op.namespace}::" in text or "allocate" in text or "alloc" in text
+
+
+def described(arguments: Sequence[Any]) -> str:
+    return ", ".join(
+        f"[{described(a)}]" if isinstance(a, list)
+        else f"{a.dtype}{list(a.shape)}" if isinstance(a, torch.Tensor)
+        else repr(a)
+        for a in arguments
+    )  # fmt: skip
+
+
+class Spoiler:
+    """The ops of the CUDA kernels, of which call number ``at`` is spoilt; its outcome ends the engine that made it."""
+
+    def __init__(self, caller: Caller, ops: Any, at: int) -> None:
+        self.caller, self.ops, self.left = caller, ops, at
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        op = getattr(self.ops, name).default
+
+        def run(*arguments: Any) -> None:
+            self.left -= 1
+            if self.left >= 0:
+                return op(*arguments)
+            given = spoil_some(self.caller, list(arguments))
+            print(f"    {name}({described(given)})", flush=True)
+            try:
+                op(*given)
+            except Exception as error:
+                raise Spoilt("error" if ours(op, error) else f"{type(error).__name__}: {str(error)[:300]}") from error
+            raise Spoilt("result")
+
+        return run
+
+
+class Spoilt(BaseException):
+    """What came of a spoilt call; no engine catches it."""
+
+
+def call_kernels(backend: str, number: int) -> str:
+    """Let an engine of pydml/cuda run until one of its calls of the kernels, and spoil that one."""
+    assert backend == "cuda-emulated"
+    caller = Caller(number)
+    name = caller.random.choice(sorted(cuda.ENGINES))
+    forward = name.removesuffix("_backward")
+    arguments = caller.arguments(forward)
+    if forward == "triplet":
+        arguments[6] = False  # swapped triplets are tiled's
+    arguments = [a.float() if isinstance(a, torch.Tensor) and a.dtype == torch.float64 else a for a in arguments]
+    spoiler = Spoiler(caller, torch.ops.pydml_cuda_emulated, caller.random.choice((0, 1, 1, 2, 2, 3, 4)))
+    print(f"{number} {name}({described(arguments)}), call {spoiler.left}", flush=True)
+    if name != forward:
+        grads, kept = GRADS_KEPT[forward]
+        outputs = cuda.ENGINES[forward](torch.ops.pydml_cuda_emulated, *arguments)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        arguments = [*(torch.randn_like(o) for o in outputs[:grads]), *outputs[:kept], *arguments, True]
+        arguments.append(arguments[grads + kept + 1] is not None)
+    try:
+        cuda.ENGINES[name](spoiler, *arguments)
+    except Spoilt as outcome:
+        return str(outcome)
+    return "unspoilt"  # it makes fewer calls
 
 
 def call(namespace: str, backend: str, number: int) -> str:
@@ -166,8 +235,7 @@ def call(namespace: str, backend: str, number: int) -> str:
         name = f"{name}_backward"
     spoil_some(caller, arguments)
     op = getattr(getattr(torch.ops, namespace), name).default
-    shown = [f"{a.dtype}{list(a.shape)}" if isinstance(a, torch.Tensor) else repr(a) for a in arguments]
-    print(f"{number} {namespace}.{name}({', '.join(shown)})", flush=True)
+    print(f"{number} {namespace}.{name}({described(arguments)})", flush=True)
     try:
         op(*arguments, *rest)
     except Exception as error:
@@ -183,8 +251,9 @@ def main(namespace: str, backend: str, first: str, calls: str) -> int:
     warnings.simplefilter("ignore")
     found: dict[str, int] = {}
     for number in range(int(first), int(first) + int(calls)):
-        outcome = call(namespace, backend, number)
-        if outcome not in ("result", "error"):
+        kernels = namespace == "pydml_cuda_emulated"
+        outcome = call_kernels(backend, number) if kernels else call(namespace, backend, number)
+        if outcome not in ("result", "error", "unspoilt"):
             print(f"call {number}: a bare error: {outcome}")
             outcome = "bare"
         found[outcome] = found.get(outcome, 0) + 1

@@ -290,6 +290,16 @@ def run(loss_fn: Any, z: Tensor, labels: Tensor | None, *, ref_emb: Tensor | Non
     return Result(loss.detach(), grads)
 
 
+def assert_as_good_as_dense(loss_fn: MetricLoss, z: Tensor, labels: Tensor, backend: str) -> None:
+    """fp32 is at most twice as far from fp64 as plain PyTorch, and 3e-6 of the largest entry."""
+    truth = run(loss_fn, z.double(), labels, backend="dense")
+    got, plain = (run(loss_fn, z, labels, backend=b) for b in (backend, "dense"))
+    assert_close(got.loss, truth.loss, 1e-6, "loss")
+    exact = truth.grads["embeddings"]
+    error, plain_error = (float((r.grads["embeddings"] - exact).abs().max()) for r in (got, plain))
+    assert error <= 2 * plain_error + 3e-6 * float(exact.abs().max())
+
+
 def assert_same(got: Result, want: Result, rtol: float, floor: float = 1e-3) -> None:
     """Equal values and gradients, each relative to its largest entry."""
     assert got.grads.keys() == want.grads.keys()

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kThreads, 4) similarities(const Matrix m, cons
   if (n >= a.n) return;
   float u, d2;
   measure<M>(m, a.i[n], a.j[n], u, d2);
-  const bool close = d2 < kNear * (d2 + 2 * u);  // |x|²+|y|² = D²+2S
-  if (View(m.view) == View::cosine && close && are_unit(m, a.i[n], a.j[n])) u = 1 - d2 / 2;
+  const bool close = d2 < kNear * Fma(2.f, u, d2);  // |x|²+|y|² = D²+2S
+  if (View(m.view) == View::cosine && close && are_unit(m, a.i[n], a.j[n])) u = Fma(-0.5f, d2, 1.f);
   if (View(m.view) == View::squared) u = -d2;
   if (View(m.view) == View::euclidean) u = -Sqrt(d2);
   if (threadIdx.x % 32 == 0) a.u[n] = *m.trouble == 0 ? u : NAN;

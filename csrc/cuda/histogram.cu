@@ -51,7 +51,7 @@ struct HistogramSweep {
       if ((j >= same0 && j < same1) != positives_only || (m.symmetric && i == j)) continue;
       float share;
       const int left = nodes.left(line.at(item), share) - node0;
-      const unsigned right = unsigned(share * kOne + 0.5f);
+      const unsigned right = unsigned(Fma(share, kOne, 0.5f));
       if (left >= 0 && left < window()) atomicAdd(&counts[left], unsigned(kOne) - right);
       if (left + 1 >= 0 && left + 1 < window()) atomicAdd(&counts[left + 1], right);
     }

@@ -5,14 +5,19 @@
 
 namespace pydml {
 
+constexpr int kKept = 10;      // numbers that a part of a row of `pair` keeps
+constexpr int kDigits = 2048;  // values of a digit of a loss in `topk`
+
 // prepare.cu: CUDA's words for an error code.
 const char* describe(int error);
 
-// prepare.cu: z -> x, scale, size, norm of one side; `trouble` becomes 1 where an entry is not finite.
+// prepare.cu: z -> x, scale, size, norm of one side; `trouble` becomes 1 where an entry is not finite. A centre, which
+// only rows of fp32 have, is taken from every row, and x̂ is what is left.
 struct PrepareArguments {
   const void* z;  // [rows, d] by strides
   int64_t row_stride, col_stride;
   const int64_t* index;  // [places]
+  const float* centre;   // [d] or null
   void* x;
   float *scale, *size, *norm;
   int* trouble;
@@ -24,7 +29,8 @@ int launch_prepare(const PrepareArguments& a, void* stream);
 // prepare.cu: dL/dz from parts of dL/dx̂ [splits, places, d]; the parts are used up.
 struct FinishArguments {
   float* parts;
-  void* grad;  // [rows, d] by strides, in the type of z
+  void* grad;           // [rows, d] by strides, in the type of z
+  const float* centre;  // [d] or null: what was taken from the rows
   int64_t row_stride, col_stride;
   int places, splits;
   bool normalize;
@@ -39,7 +45,7 @@ struct PairArguments {
   bool mines;
   float epsilon;
   float* thresholds;  // [own.n, 2], sorted
-  float* parts;       // [splits·2, own.n, 10]
+  float* parts;       // [splits·2, own.n, kKept]
   float* stats;       // [own.n, slots], in the order of z
 };
 int launch_pair(const Matrix& m, const PairArguments& a, void* stream);
@@ -107,8 +113,9 @@ int launch_extremes(const Matrix& m, const ExtremesArguments& a, void* stream);
 struct MinedArguments {
   const float* thresholds;  // [own.n, 2] or null for all pairs
   bool list;                // else count
-  int64_t* counts;          // [2, own.n, splits·2] gets numbers of pairs, or holds where each thread's begin
+  int64_t* counts;          // [2, own.n·splits·2] gets numbers of pairs, or holds where each thread's begin
   int64_t* pairs[2];        // row·columns + column
+  int64_t room[2];          // pairs that the lists can hold
 };
 int launch_mined(const Matrix& m, const MinedArguments& a, void* stream);
 
@@ -130,7 +137,7 @@ struct TopkArguments {
   int stage;                       // 0, 1, 2: count digits; 3: list pairs above; 4: list equals; 5: all losses
   const int* run;                  // [1] 0: do nothing
   const int64_t* found;            // [1] the digits of the k-th largest loss that are known; 3, 4: the threshold
-  unsigned long long* counts;      // [2048] pairs by their next digit, zeros before
+  unsigned long long* counts;      // [kDigits] pairs by their next digit, zeros before
   int64_t room;                    // 3, 4: pairs that the list can hold
   unsigned long long* listed;      // [1] pairs that would be in it, 0 before
   int64_t* pairs;                  // [room]

@@ -9,6 +9,11 @@ namespace pydml {
 enum class Math : int { fp32, tf32, bf16, fp16 };
 enum class View : int { dot, cosine, euclidean, squared };
 
+constexpr int kTile = 64;       // edge of a tile
+constexpr int kHalves = 2;      // threads that share a row of it
+constexpr int kRowBytes = 128;  // rows are stored in whole slabs of so many
+constexpr int kChunk = 32;      // positives of a row that a block holds at a time
+
 // Rows or columns of the similarity matrix as `prepare` leaves them: sorted by label, gathered, padded to whole tiles.
 // `pool` neighbours are one item (a class of SoftTriple); items never cross a tile.
 struct Rows {

@@ -21,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc" / "cuda"
 ARCHS = ("80", "90", "100")
-FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-Wall", "-Xptxas=-v,-warn-spills,-warn-lmem-usage")
+#: No contraction: a term of a sum of exponentials must have the same bits wherever it is computed (csrc/policy.h).
+NOT_FUSED = "--fmad=false"
+FLAGS = ("-O3", "-std=c++17", NOT_FUSED, "-Xcompiler=-fPIC,-Wall", "-Xptxas=-v,-warn-spills,-warn-lmem-usage")
 #: The binding is written for torch's stable ABI of this version: the library loads in any torch from it on.
 TORCH_TARGET = "-DTORCH_TARGET_VERSION=0x020d000000000000"
 

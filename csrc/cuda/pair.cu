@@ -11,10 +11,8 @@
 namespace pydml {
 namespace {
 
-// A term less its sum is never contracted (__fsub_rn): rounded here and fused there it would have other bits, and
-// e^(term - statistic) would be no share of the sum.
-constexpr int kStep = 4;                   // items whose terms a thread has in registers at a time
-constexpr int kKept = 2 * kMostSlots + 2;  // numbers of a part of a row
+constexpr int kStep = 4;  // items whose terms a thread has in registers at a time
+static_assert(kKept == 2 * kMostSlots + 2, "top and sum of each slot, the lowest positive, the highest negative");
 
 // What a sweep is for.
 enum Stage : int { everything, lowest_positive, mined_negatives, mined_positives };
@@ -23,7 +21,7 @@ enum Stage : int { everything, lowest_positive, mined_negatives, mined_positives
 __device__ __forceinline__ void merge_exponentials(float& top, float& sum, float other_top, float other_sum) {
   const float most = max(top, other_top);
   if (most == -INFINITY) return;
-  sum = sum * Exp(top - most) + other_sum * Exp(other_top - most);
+  sum = Fma(sum, Exp(top - most), other_sum * Exp(other_top - most));
   top = most;
 }
 
@@ -99,7 +97,7 @@ struct PairSweep {
           float sum = s.sum[k] * Exp(s.top[k] - top);
 #pragma unroll
           for (int e = 0; e < kStep; ++e)
-            if (members >> e & 1) sum += Exp(__fsub_rn(term[e], top));
+            if (members >> e & 1) sum += Exp(term[e] - top);
           s.top[k] = top, s.sum[k] = sum;
         } else {
           float sum = 0;
@@ -194,8 +192,7 @@ struct PairWeights {
       float share = anchor.grad[a * slot_count<P> + k] * p.template slope<k>(u, row, col);
       if constexpr (slot.kind == Kind::log_sum_exp) {
         const float stat = anchor.stats[a * slot_count<P> + k];
-        share = stat == -INFINITY ? 0.f
-                                  : share * Exp(__fsub_rn(p.template term<k>(u, row, col), stat));  // -inf: of nothing
+        share = stat == -INFINITY ? 0.f : share * Exp(p.template term<k>(u, row, col) - stat);  // -inf: of nothing
       }
       w += share;
     });

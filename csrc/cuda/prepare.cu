@@ -12,7 +12,7 @@ __device__ __forceinline__ float from_float(float x, float) { return x; }
 __device__ __forceinline__ __nv_bfloat16 from_float(float x, __nv_bfloat16) { return __float2bfloat16(x); }
 __device__ __forceinline__ __half from_float(float x, __half) { return __float2half(x); }
 
-// fp32 rows are stored as x̂. 16-bit rows are stored as they came, which is exact, and x̂ = scale·x.
+// fp32 rows are stored as x̂, less the centre. 16-bit rows are stored as they came, which is exact, and x̂ = scale·x.
 template <class M>
 __global__ void __launch_bounds__(kThreads, 4) prepare(const PrepareArguments a) {
   using Element = typename M::Element;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, 4) prepare(const PrepareArguments a)
   for (int k = lane; k < width; k += 32) {
     Element e = k < d ? z[k * a.col_stride] : from_float(0.f, Element());
     if constexpr (!exact) {
-      e = e / divisor;
+      if (k < d) e = e / divisor - (a.centre ? a.centre[k] : 0.f);
       if constexpr (std::is_same_v<M, Tf32Rows>) e = __uint_as_float(to_tf32(e));
     }
     x[k] = e;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 4) prepare(const PrepareArguments a)
   }
 }
 
-// dL/dz from dL/dx̂: what is along x̂ does not change it.
+// dL/dz from dL/dx̂: what is along the unit row, x̂ and the centre, does not change it.
 template <class M>
 __global__ void __launch_bounds__(kThreads, 4) finish(const Matrix m, const FinishArguments a) {
   using Element = typename M::Element;
@@ -60,12 +60,13 @@ __global__ void __launch_bounds__(kThreads, 4) finish(const Matrix m, const Fini
   const int lane = int(threadIdx.x) % 32;
   if (place >= a.places || m.own.index[place] < 0) return;
   float* const g = a.parts + place * m.d;
+  auto unit = [&](int k) { return entry<M>(m, m.own, place, k) + (a.centre ? a.centre[k] : 0.f); };
   float radial = 0;
   for (int k = lane; k < m.d; k += 32) {
     float total = g[k];
     for (int split = 1; split < a.splits; ++split) total += g[int64_t(split) * a.places * m.d + k];
     g[k] = total;
-    radial = Fma(total, entry<M>(m, m.own, place, k), radial);
+    radial = Fma(total, unit(k), radial);
   }
   radial = warp_sum(radial);
   const float norm = m.own.norm[place];
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, 4) finish(const Matrix m, const Fini
   for (int k = lane; k < m.d; k += 32) {
     float v = g[k];
     if (a.normalize) {
-      if (norm > kTiny) v -= radial * entry<M>(m, m.own, place, k);
+      if (norm > kTiny) v = Fma(-radial, unit(k), v);
       v /= max(norm, kTiny);
     }
     to[k * a.col_stride] = from_float(whole ? v : NAN, Element());

@@ -93,6 +93,12 @@ struct MinedSweep {
     const int part = int(blockIdx.y) * kHalves + int(threadIdx.x) / kTile;
     return {{a.counts[slot(m, 0, i, part)], a.counts[slot(m, 1, i, part)]}};
   }
+  // Counts that do not belong to these pairs lead out of the lists: whoever gave them gets fewer pairs, and no overrun.
+  template <int side>
+  __device__ __forceinline__ void put(State& s, int64_t pair) const {
+    if (a.list && s.at[side] >= 0 && s.at[side] < a.room[side]) a.pairs[side][s.at[side]] = pair;
+    ++s.at[side];
+  }
   __device__ __forceinline__ void tile(const Matrix& m, State& s, char*, int, int i, const Line& line) const {
     const float below = a.thresholds ? a.thresholds[2 * int64_t(i)] : INFINITY;
     const float above = a.thresholds ? a.thresholds[2 * int64_t(i) + 1] : -INFINITY;
@@ -105,11 +111,9 @@ struct MinedSweep {
       if (!all && !(same ? u < below : u > above)) continue;
       const int64_t pair = m.own.index[i] * m.other.n + m.other.index[j];
       if (same) {
-        if (a.list) a.pairs[0][s.at[0]] = pair;
-        ++s.at[0];
+        put<0>(s, pair);
       } else {
-        if (a.list) a.pairs[1][s.at[1]] = pair;
-        ++s.at[1];
+        put<1>(s, pair);
       }
     }
   }

@@ -7,8 +7,6 @@
 
 namespace pydml {
 
-constexpr int kHalves = kThreads / kTile;
-
 struct Walk {
   int first, last;  // tiles of `other`
 };

@@ -5,7 +5,7 @@
 
 namespace pydml {
 
-constexpr int kChunk = 32, kChunkPitch = kChunk + 1;
+constexpr int kChunkPitch = kChunk + 1;
 
 // How many of n rising numbers are below v; with `equal`, how many are not above it.
 __device__ __forceinline__ int passed(const float* rising, int n, float v, bool equal) {

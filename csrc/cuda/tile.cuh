@@ -8,8 +8,8 @@
 
 namespace pydml {
 
-constexpr int kTile = 64, kThreads = 128;                  // unless a function says otherwise
-constexpr int kRowBytes = 128, kSlab = kTile * kRowBytes;  // a slab: 128 bytes of each of 64 rows
+constexpr int kThreads = kHalves * kTile;  // unless a function says otherwise
+constexpr int kSlab = kTile * kRowBytes;   // a slab: 128 bytes of each of 64 rows
 constexpr int kStages = 3;
 // The tile lies where the slabs were: they are used up when it is written.
 constexpr int kArena = kStages * 2 * kSlab;
@@ -108,7 +108,8 @@ __device__ __forceinline__ void fetch(const Matrix& m, const Rows& rows, int til
 template <class M>
 __device__ __forceinline__ float entry(const Matrix& m, const Rows& rows, int64_t place, int column) {
   const auto* x = static_cast<const typename M::Element*>(rows.x);
-  return M::to_float(x[place * m.slabs * M::columns + column]) * rows.scale[place];
+  const float stored = M::to_float(x[place * m.slabs * M::columns + column]);
+  return sizeof(typename M::Element) == sizeof(float) ? stored : stored * rows.scale[place];  // fp32 is stored as x̂
 }
 
 // Are both rows of length 1, neither 0 nor too short to be normalised?
@@ -210,12 +211,12 @@ __device__ __forceinline__ void orient(const Matrix& m, int own_tile, int other_
     const int64_t i = int64_t(own_tile) * kTile + row;
     float& u = tile[row * pitch + col];
     const float size = m.own.size[i] + m.other.size[j];
-    float d2 = size - 2 * u;
+    float d2 = Fma(-2.f, u, size);
     const bool close = d2 < fmaxf(kNear, kNearStep * m.d) * size && !(m.symmetric && i == j) && m.own.index[i] >= 0 &&
                        m.other.index[j] >= 0;
     if (close) d2 = exact_square<M>(m, i, j);
     if (View(m.view) == View::cosine) {
-      if (close && are_unit(m, i, j)) u = 1 - d2 / 2;
+      if (close && are_unit(m, i, j)) u = Fma(-0.5f, d2, 1.f);
       continue;
     }
     d2 = Relu(d2);

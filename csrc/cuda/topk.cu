@@ -10,8 +10,6 @@
 namespace pydml {
 namespace {
 
-constexpr int kDigits = 2048;
-
 enum Stage : int { first_digit, second_digit, last_digit, list_above, list_equal, all_losses };
 
 struct TopkSweep {

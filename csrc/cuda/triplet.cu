@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 2) hold(const Matrix m, const Triple
         } else if (tables) {
           atomicAdd(&held.counts[at + k], 1);
         } else {
-          add_exactly(total, rest, float(k) * reach - held.prefix[at + k]);
+          add_exactly(total, rest, Fma(float(k), reach, -held.prefix[at + k]));
           count += k;
         }
       }

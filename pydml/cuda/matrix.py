@@ -14,6 +14,7 @@ from typing_extensions import Self
 from pydml.backends import tf32
 from pydml.declared import Dots
 from pydml.policy import BUILT_IN
+from pydml.tiled.sides import centre_of
 
 #: Edge of a tile, columns of a gradient in one block, and bytes of a slab of a row; as in csrc/cuda/.
 TILE, DEPTH, SLAB_BYTES = 64, 256, 128
@@ -42,7 +43,15 @@ class Rows:
     """One side of the matrix in sorted order, padded to whole tiles; ``pool`` neighbouring rows are one item."""
 
     def __init__(
-        self, ops: Any, z: Tensor, order: Tensor, pool: int, normalize: bool, math: int, trouble: Tensor
+        self,
+        ops: Any,
+        z: Tensor,
+        order: Tensor,
+        pool: int,
+        normalize: bool,
+        math: int,
+        centre: Tensor | None,
+        trouble: Tensor,
     ) -> None:
         self.given, self.order, self.pool, self.normalize = z, order, pool, normalize
         self.n, self.tiles = len(order), ceil(len(order), TILE // pool)
@@ -58,7 +67,7 @@ class Rows:
         self.x = z.new_empty(places, ceil(z.shape[1], width) * width)
         self.numbers = z.new_empty(3, places, dtype=torch.float32)
         if places:
-            ops.prepare(z, self.index, normalize, math, self.x, self.numbers, trouble)
+            ops.prepare(z, self.index, normalize, math, centre, self.x, self.numbers, trouble)
 
     def tensors(self) -> list[Tensor]:
         return [self.x, self.numbers, self.index]
@@ -80,6 +89,10 @@ class Matrix:
         sharpness: float = 1.0,
     ) -> None:
         self.begin(ops, rows, cols, view, sharpness)
+        if (
+            self.dtype == torch.float32
+        ):  # 16-bit rows are stored exactly as they are, and less a centre they could not be
+            self.centre = centre_of(rows, view, normalize)
         labels, order = row_labels.sort(stable=True)
         self.row = self.col = self.side(rows, order, normalize)
         other = labels
@@ -102,9 +115,10 @@ class Matrix:
         self.dtype = rows.dtype if cols is None else torch.promote_types(rows.dtype, cols.dtype)
         self.math = math_of(self.dtype)
         self.trouble = torch.zeros(1, dtype=torch.int32, device=rows.device)
+        self.centre: Tensor | None = None
 
     def side(self, z: Tensor, order: Tensor, normalize: bool, pool: int = 1) -> Rows:
-        return Rows(self.ops, z.detach().to(self.dtype), order, pool, normalize, self.math, self.trouble)
+        return Rows(self.ops, z.detach().to(self.dtype), order, pool, normalize, self.math, self.centre, self.trouble)
 
     def arguments(self, splits: int, own_cols: bool = False) -> tuple[list[Tensor], list[int], float]:
         """What the C++ ops take for a matrix; with ``own_cols`` blocks own columns and walk over rows."""
@@ -144,7 +158,7 @@ class Matrix:
                 arguments = self.arguments(splits, own_cols)
                 parts = grad.new_empty(splits, len(side.x), grad.shape[1], dtype=torch.float32)
                 weigh(arguments, own_cols, parts)
-                self.ops.finish(*arguments, parts, side.normalize, grad)
+                self.ops.finish(*arguments, parts, side.normalize, self.centre, grad)
             results.append(torch.empty_like(given).copy_(grad) if grad.dtype != given.dtype else grad)
         return results[0], results[1]
 

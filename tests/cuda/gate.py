@@ -118,6 +118,20 @@ def instructions() -> dict[tuple[str, str], Counter[str]]:
 
 
 @functools.cache
+def arithmetic() -> dict[str, Counter[str]]:
+    """How often the PTX of each file has each floating-point instruction that could be a part of a multiply-add.
+
+    PTX promises to leave those alone that say how they round (``mul.rn``), and may contract the others (``mul``), in
+    ptxas and wherever a driver compiles it for a GPU to come.
+    """
+    pattern = re.compile(r"\b(?:mul|add|sub|fma|mad)(?:\.\w+)*\.f(?:16x2|16|32|64)\b")
+    dump = str(toolkit() / "bin" / "cuobjdump")
+    return {
+        path.stem.rsplit("-", 1)[0]: Counter(pattern.findall(nvcc.run([dump, "-ptx", str(path)]))) for path in objects()
+    }
+
+
+@functools.cache
 def launches() -> dict[str, list[tuple[int, int]]]:
     """How kernels are launched: name -> (threads of a block, bytes of dynamic shared memory), smallest first.
 

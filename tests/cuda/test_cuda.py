@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import platform
 import sys
@@ -15,6 +16,7 @@ from helpers import (
     CASES,
     Case,
     Golden,
+    assert_as_good_as_dense,
     assert_close,
     assert_same,
     check_golden,
@@ -184,6 +186,41 @@ def test_duplicates_have_distance_zero_and_near_pairs_keep_their_digits(case: st
     want = run(in_double(loss_fn, found, 10, 40), z.double(), labels, backend="dense")
     # the direction of a pair at distance D has lost 1/D of the digits of its rows
     assert_same(run(loss_fn, z, labels, backend=BACKEND), want, max(tolerance, 2e-4))
+
+
+@pytest.mark.parametrize("apart", [0.05, 0.01, 0.005])
+@pytest.mark.parametrize("name", ["contrastive", "nca", "triplet", "lifted", "generalized_lifted"])
+def test_nearly_collapsed_rows_keep_their_digits(name: str, apart: float) -> None:
+    """D² = 2-2S has three digits left at D = 0.01; of rows less their centre it has them all."""
+    z, labels = make_batch("random", 150, 33, 24)
+    z = torch.nn.functional.normalize(z)
+    assert_as_good_as_dense(pydml.losses.LOSSES[name](), (z[:1] + apart * z).float(), labels, BACKEND)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_collapsed_batch_against_a_reference_set_elsewhere(normalize: bool) -> None:
+    z, labels = make_batch("random", 150, 33, 24)
+    z = torch.nn.functional.normalize(z)
+    rows = (3 * z[:1] + 0.03 * z).float()
+    loss_fn = pydml.losses.ContrastiveLoss(normalize_embeddings=normalize, neg_margin=6.0)
+    for ref_emb in (rows.flip(0)[:90], z[1:].float()):
+        ref_labels = torch.arange(len(ref_emb)) % 24
+        truth = run(loss_fn, rows.double(), labels, ref_emb=ref_emb.double(), ref_labels=ref_labels, backend="dense")
+        got = run(loss_fn, rows, labels, ref_emb=ref_emb, ref_labels=ref_labels, backend=BACKEND)
+        assert_close(got.loss, truth.loss, 1e-6, "loss")
+        for key, grad in truth.grads.items():
+            assert_close(got.grads[key], grad, 3e-5, f"gradient of {key}")
+
+
+@pytest.mark.parametrize("math", ["tf32", "bf16", "fp16"])
+def test_nearly_collapsed_rows_in_other_formats(math: str, precision: None) -> None:
+    """TF32 rounds what is left of the rows without their centre; 16-bit rows are exact, and their gradients short."""
+    dtype, _ = use(math)
+    z, labels = make_batch("random", 150, 33, 24)
+    z = torch.nn.functional.normalize(z)
+    z = (z[:1] + 0.03 * z).to(dtype)
+    got, truth = (run(pydml.losses.NCALoss(), t, labels, backend=b) for t, b in ((z, BACKEND), (z.double(), "dense")))
+    assert_same(got, truth, {"tf32": 1e-3, "bf16": 4e-3, "fp16": 1e-3}[math], floor=0)
 
 
 # Engines: the same answers as the tiled ones
@@ -459,6 +496,78 @@ def test_rows_and_columns_of_two_dtypes_meet_in_the_wider() -> None:
     for a, b, dtype, tolerance in zip(*back, (torch.bfloat16, torch.float32), (8e-3, 1e-5), strict=True):
         assert a.dtype == dtype
         assert_close(a, b, tolerance)
+
+
+# The C++ ops themselves
+
+
+class Shortened:
+    """The kernels' ops as an engine calls them, each called before with every one of its arrays cut short."""
+
+    def __init__(self) -> None:
+        self.ops, self.refused = torch.ops.pydml_cuda_emulated, set[tuple[str, str]]()
+
+    def __getattr__(self, name: str) -> Any:
+        op = getattr(self.ops, name).default
+
+        def run(*arguments: Any) -> None:
+            for at, (argument, value) in enumerate(zip(op._schema.arguments, arguments, strict=True)):
+                for k, t in enumerate(value if isinstance(value, list) else [value]):
+                    if not isinstance(t, Tensor) or not t.numel() or (name, argument.name, k) in ANY_LENGTH:
+                        continue
+                    short = t[:-1] if t.ndim else t[None][:-1]
+                    cut = [*value[:k], short, *value[k + 1 :]] if isinstance(value, list) else short
+                    with pytest.raises(RuntimeError, match=r"^[a-z_]+(\[\d\])?: got .+, wanted ") as raised:
+                        op(*arguments[:at], cut, *arguments[at + 1 :])
+                    self.refused.add((name, str(raised.value).split(":")[0].split("[")[0]))
+            op(*arguments)
+
+        return run
+
+
+#: Lists of mined pairs, of which what does not fit is left out, and the ranges of classes where nobody looks at them.
+ANY_LENGTH = {("mined", "positives", 0), ("mined", "negatives", 0)}
+ANY_LENGTH |= {(name, "matrix", 6) for name in ("finish", "dots", "gather")}
+
+
+@pytest.mark.parametrize("rectangular", (False, True), ids=("symmetric", "rectangular"))
+def test_every_array_that_is_too_short_is_named(rectangular: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("ROOM", 32), ("SAMPLE", 90), ("LEAST", 4)):  # so that every stage of top-K is called
+        monkeypatch.setattr(sys.modules["pydml.cuda.topk"], name, value)
+    rows, cols, labels, col_labels = MATRICES["rectangular" if rectangular else "symmetric"]
+    matrix, sides = (rows, cols, labels, col_labels), (True, rectangular)
+    ops, pairs = Shortened(), (torch.arange(20), torch.arange(20).flip(0))
+    run_engine = {name: functools.partial(engine, ops) for name, engine in cuda.ENGINES.items()}
+    fields = torch.rand(len(rows)), torch.rand(len(rows if cols is None else cols))
+    calls = (*matrix, *fields, "exponential", [-2.0, 0.1, 3.0, 0.2], "euclidean", True, 0.1, 1, 1.0)
+    run_engine["pair_backward"](torch.ones(90, 2), *run_engine["pair"](*calls), *calls, *sides)
+    calls = (*matrix, 5, -1.0, 1.0, "dot", True)
+    counts = run_engine["histogram"](*calls)
+    run_engine["histogram_backward"](*counts[:2], *counts, *calls, *sides)
+    run_engine["dots_backward"](
+        run_engine["dots"](*matrix[:2], *pairs, "dot", True), *matrix[:2], *pairs, "dot", True, *sides
+    )
+    for mode in ("all", "semihard"):
+        calls = (*matrix, mode, 0.1, False, False, "dot", True)
+        run_engine["triplet_backward"](run_engine["triplet"](*calls)[0], *calls, *sides)
+    for positive, negative in (("semihard", "hard"), ("easy", "semihard")):
+        run_engine["extremes"](*matrix, positive, negative, "dot", True)
+    run_engine["topk"](*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 4, "both", "dot", True)
+    run_engine["mined"](*matrix, 0.1, "dot", True)
+    run_engine["sample"](*matrix, torch.arange(90), torch.tensor([7]), 0.5, 1.4)
+    run_engine["rank"](*matrix, True)
+    assert {name for name, _ in ops.refused} == set(cuda.ENGINES) - {"dots_backward"} | {"prepare", "finish", "gather"}
+    assert len(ops.refused) > 60
+
+
+def test_lists_of_mined_pairs_are_never_overrun() -> None:
+    """Counts that belong to other pairs lead nowhere else."""
+    m = cuda.matrix.Matrix(torch.ops.pydml_cuda_emulated, *MATRICES["symmetric"], "dot", False)
+    counts = torch.full((2, 90 * m.splits() * cuda.matrix.HALVES), 5)
+    lists = torch.full((3, 8), -7)
+    counts[:, ::2] = -3
+    m.ops.mined(*m.arguments(m.splits()), None, counts, lists[1], lists[1].clone())
+    assert (lists[::2] == -7).all()
 
 
 def test_a_launch_that_fails_is_named_in_the_words_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import gate
@@ -53,6 +55,39 @@ def test_tiles_are_fetched_and_multiplied_by_the_instructions_meant() -> None:
         wanted = {"LDGSTS"} if "<Fp32" in name else {"LDGSTS", "LDSM", "HMMA"}
         assert wanted <= set(count), f"{name} on sm_{arch} lacks {wanted - set(count)}"
         assert "<Fp32" not in name or "HMMA" not in count, f"{name} on sm_{arch} rounds fp32 products"
+
+
+def test_nothing_is_contracted_but_what_says_so() -> None:
+    """e^(term - statistic) is a share only if the term has the same bits in both passes (csrc/policy.h)."""
+    found = gate.arithmetic()
+    assert found["pair"]["mul.rn.f32"] > 100
+    free = {file: [name for name in count if not re.search(r"\.r[nzmp]\.", name)] for file, count in found.items()}
+    assert {file: names for file, names in free.items() if names} == {}
+
+
+def test_terms_are_multiplied_and_added_one_by_one(tmp_path: Path) -> None:
+    """Of policies without Fma; and nvcc does contract them unless it is told not to."""
+
+    def multiply_adds(flags: Sequence[str]) -> int:
+        ptx = tmp_path / "terms.ptx"
+        source = str(gate.emulation.HERE / "terms.cu")
+        nvcc.run(
+            [str(gate.toolkit() / "bin" / "nvcc"), *flags, f"-I{gate.ROOT / 'csrc'}", "-ptx", source, "-o", str(ptx)]
+        )
+        return len(re.findall(r"\bfma\.", ptx.read_text()))
+
+    assert multiply_adds(nvcc.FLAGS) == 0
+    assert multiply_adds([flag for flag in nvcc.FLAGS if flag != nvcc.NOT_FUSED]) > 0
+
+
+def test_fp32_products_are_multiply_adds() -> None:
+    """Of kernels of tiles, fp32 differs from TF32 by its product alone: hundreds of FFMA, and no other products."""
+    found = gate.instructions()
+    for (name, arch), count in found.items():
+        if name.startswith(TILED) and "<Fp32" in name:
+            more = count - found[name.replace("<Fp32", "<Tf32Rows"), arch]
+            assert more["FFMA"] >= 128, f"{name} on sm_{arch}"
+            assert more["FMUL"] <= 16, f"{name} on sm_{arch}"
 
 
 def test_every_kernel_is_run_by_the_emulator() -> None:

@@ -101,6 +101,15 @@ def test_kernels_stay_inside_their_memory_and_alignment() -> None:
     assert " 0 failed" in output
 
 
+def test_random_calls_stay_inside_their_arrays() -> None:
+    """Most of them are wrong: each gives a result, or an error that names an argument, and reads nothing beyond."""
+    calls = os.environ.get("PYDML_FUZZ_CALLS", "400")
+    fuzz = ("tests/fuzz_ops.py", "pydml_cuda_emulated", "cuda-emulated", "0", calls)
+    outcomes = instrumented("address,undefined", *fuzz, ASAN_OPTIONS="detect_leaks=0").splitlines()[-1]
+    assert "result=" in outcomes
+    assert "error=" in outcomes
+
+
 #: One case for each engine and each of its ways: ThreadSanitizer is slow.
 RACED = (
     "ms, mined",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BACKENDS, FUSED, assert_close, generator, run
+from helpers import BACKENDS, FUSED, assert_as_good_as_dense, assert_close, generator, run
 from torch import Tensor
 
-import pydml
 from pydml.losses import LOSSES
 
 ON = pytest.mark.parametrize("backend", BACKENDS)
@@ -20,16 +19,6 @@ def batch(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     g = generator(7)
     z = torch.nn.functional.normalize(torch.randn(ROWS, DIM, generator=g, dtype=torch.float64))
     return z.to(dtype), torch.randint(0, 24, (ROWS,), generator=g)
-
-
-def assert_as_good_as_dense(loss_fn: pydml.losses.MetricLoss, z: Tensor, labels: Tensor, backend: str) -> None:
-    """fp32 is at most twice as far from fp64 as plain PyTorch, and 3e-6 of the largest entry."""
-    truth = run(loss_fn, z.double(), labels, backend="dense")
-    got, plain = (run(loss_fn, z, labels, backend=b) for b in (backend, "dense"))
-    assert_close(got.loss, truth.loss, 1e-6, "loss")
-    exact = truth.grads["embeddings"]
-    error, plain_error = (float((r.grads["embeddings"] - exact).abs().max()) for r in (got, plain))
-    assert error <= 2 * plain_error + 3e-6 * float(exact.abs().max())
 
 
 # e^(term - statistic) is a share only if both have the same bits
