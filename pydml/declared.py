@@ -57,7 +57,8 @@ RowField = Annotated[Tensor | None, Array(("R",), FLOATS)]
 #: The column that each row itself is, where rows are some of the columns; -1: none of these. No pair is made with it.
 SelfColumns = Annotated[Tensor | None, Selves(("R",), INT64, below="N", least=-1)]
 #: Results: row by row, in the dtype of the computation, or places.
-PerRow, Places = Annotated[Tensor, Array(("R",))], Annotated[Tensor, Array(("R",), INT64)]
+PerRow = Annotated[Tensor, Array(("R",))]
+Places = Annotated[Tensor, Array(("R",), INT64)]
 
 
 class Call:
@@ -100,6 +101,11 @@ class Backward(Generic[C]):
     @property
     def want_cols(self) -> bool:
         return self.wants[1]
+
+
+def some(out: Any, **given: Any) -> Any:
+    """Results of which only those are there that are given; the others are None."""
+    return out(**{name: given.get(name) for name in out._fields})
 
 
 @dataclass(slots=True)
@@ -455,8 +461,8 @@ def _bound(name: str, hint: Any) -> Argument:
     """The kind of argument in an annotation, with its name; ``Tensor | None`` may be left out."""
     assert get_origin(hint) is Annotated, f"{name}: its annotation has no kind"
     given, kind = get_args(hint)
-    optional = {"optional": True} if NoneType in get_args(given) else {}
-    bound: Argument = replace(kind, name=name, **optional)
+    changes: dict[str, Any] = {"name": name} | ({"optional": True} if NoneType in get_args(given) else {})
+    bound: Argument = replace(kind, **changes)
     return bound
 
 
@@ -504,8 +510,7 @@ class Op:
         at, end, out = len(self.own), len(values) - len(self.call.sides), self.call.Out
         grads = dict(zip(self.call.grads, values, strict=False))
         kept = dict(zip(self.call.kept, values[len(grads) : at], strict=True))
-        grad, left = (out(**{name: given.get(name) for name in out._fields}) for given in (grads, kept))
-        return Backward(self.call(*values[at:end]), grad, left, tuple(values[end:]))
+        return Backward(self.call(*values[at:end]), some(out, **grads), some(out, **kept), tuple(values[end:]))
 
     def check(self, values: Sequence[Any]) -> None:
         """Raise where the arguments of a call, the backend last, do not fit: which, what was given, what was wanted."""

@@ -508,7 +508,7 @@ class DistanceWeightedMiner(Miner):
             place += place >= own[a]
         p = order[first[a] + place]
         seed = torch.randint(2**63 - 1, (1,), device=a.device)
-        cutoffs = {"cutoff": float(self.cutoff), "nonzero_loss_cutoff": float(self.nonzero_loss_cutoff)}
+        cutoffs: dict[str, Any] = {"cutoff": float(self.cutoff), "nonzero_loss_cutoff": float(self.nonzero_loss_cutoff)}
         n = ops.call(Sample(**batch.matrix, anchors=a, seed=seed, **cutoffs), batch.backend)
         kept = n >= 0
         return a[kept], p[kept], n[kept]

@@ -76,6 +76,9 @@ class Rows:
 class Matrix:
     """Rows against columns: both sides prepared, and where each finds its class on the other."""
 
+    #: What is taken from rows and columns that have all but collapsed to a point.
+    centre: Tensor | None = None
+
     def __init__(
         self,
         ops: Any,
@@ -89,9 +92,7 @@ class Matrix:
         sharpness: float = 1.0,
     ) -> None:
         self.begin(ops, rows, cols, view, sharpness)
-        if (
-            self.dtype == torch.float32
-        ):  # 16-bit rows are stored exactly as they are, and less a centre they could not be
+        if self.dtype == torch.float32:  # 16-bit rows are stored exactly as they are, and less a centre could not be
             self.centre = centre_of(rows, view, normalize)
         labels, order = row_labels.sort(stable=True)
         self.row = self.col = self.side(rows, order, normalize)
@@ -115,7 +116,6 @@ class Matrix:
         self.dtype = rows.dtype if cols is None else torch.promote_types(rows.dtype, cols.dtype)
         self.math = math_of(self.dtype)
         self.trouble = torch.zeros(1, dtype=torch.int32, device=rows.device)
-        self.centre: Tensor | None = None
 
     def side(self, z: Tensor, order: Tensor, normalize: bool, pool: int = 1) -> Rows:
         return Rows(self.ops, z.detach().to(self.dtype), order, pool, normalize, self.math, self.centre, self.trouble)

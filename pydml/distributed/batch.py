@@ -183,7 +183,7 @@ class ShardedBatch(Batch):
         shards = self._shards
         if not (swap or self.walk.holds_all or (self.positives() > MOST_POSITIVES).any()):
             return self._streamed_triplets(mode, float(margin), smooth)
-        how = {"mode": mode, "margin": float(margin), "swap": swap, "smooth": smooth, **self.how}
+        how: dict[str, Any] = {"mode": mode, "margin": float(margin), "swap": swap, "smooth": smooth, **self.how}
         if swap:  # here it also needs the rows of its positives: every rank computes everything
             call = Triplet(self.everything(), None, self.known_labels(), None, **how)
             total, above = ops.call(call, self.backend)
@@ -264,7 +264,7 @@ class ShardedBatch(Batch):
             if symmetric and block.x is not None and not block.both and block.at.start < own.start:
                 continue  # its owner meets this rank too, and takes these pairs
             matrix, selves = sides.matrix(rows, block.x, own, block.at), sides.among(own, block.at)
-            ranked = {"policy": policy, "params": [float(p) for p in params], "k": k, "side": side}
+            ranked: dict[str, Any] = {"policy": policy, "params": [float(p) for p in params], "k": k, "side": side}
             i, j = sides.run(TopK(**matrix, **ranked, **self.how, selves=selves))
             i, j = i[i >= 0], j[i >= 0]
             u = sides.run(Dots(rows, block.x, i=i, j=j, **self.how))

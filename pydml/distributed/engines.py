@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydml import declared, ops
-from pydml.declared import Backward, Call, HistogramOut, PairOut, TripletOut
+from pydml.declared import Backward, Call, HistogramOut, PairOut, TripletOut, some
 from pydml.distributed.walk import Block, Walk
 from pydml.policy import POLICIES, LogSumExp
 
@@ -251,8 +251,8 @@ class Pair(Engine):
         thresholds = stats.new_zeros(len(stats), 2) if self.bounds is None else self.bounds[i]
         saved = stats.new_empty(0, dtype=torch.uint8) if saved is None else saved
         left = PairOut(stats, thresholds, saved)
-        call, wants = self._call(rows, cols, i, j), (True, want_cols)
-        gradients: tuple[Tensor, ...] = self.sides.run(Backward(call, PairOut(grad, None, None), left, wants))  # type: ignore[arg-type]
+        received = Backward(self._call(rows, cols, i, j), some(PairOut, stats=grad), left, (True, want_cols))
+        gradients: tuple[Tensor, ...] = self.sides.run(received)
         return gradients
 
 
@@ -312,7 +312,7 @@ class Histogram(Engine):
         return a + b
 
     def _call(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> declared.Histogram:
-        nodes = {"nodes": self.nodes, "low": self.low, "high": self.high}
+        nodes: dict[str, Any] = {"nodes": self.nodes, "low": self.low, "high": self.high}
         sides = self.sides
         return declared.Histogram(**sides.matrix(rows, cols, i, j), **nodes, **sides.how, selves=sides.among(i, j))
 
@@ -324,9 +324,9 @@ class Histogram(Engine):
         self, grad: Tensor, stats: Tensor, saved: Tensor | None, rows: Tensor, cols: Tensor | None, i: slice, j: slice,
         want_cols: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        g, h = ([part.contiguous() for part in both.chunk(2, dim=1)] for both in (grad, stats))
-        call, wants = self._call(rows, cols, i, j), (True, want_cols)
-        received = Backward(call, HistogramOut(*g, None), HistogramOut(*h, saved), wants)  # type: ignore[arg-type]
+        parts = [[part.contiguous() for part in both.chunk(2, dim=1)] for both in (grad, stats)]
+        g, h = (some(HistogramOut, positives=p, negatives=n) for p, n in parts)
+        received = Backward(self._call(rows, cols, i, j), g, h._replace(ranges=saved), (True, want_cols))
         gradients: tuple[Tensor, ...] = self.sides.run(received)
         return gradients
 
@@ -367,7 +367,7 @@ class Extremes(Places):
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
         sides = self.sides
-        which = {"positive": self.positive, "negative": self.negative}
+        which: dict[str, Any] = {"positive": self.positive, "negative": self.negative}
         call = declared.Extremes(**sides.matrix(rows, cols, i, j), **which, **sides.how, selves=sides.among(i, j))
         columns = torch.stack(sides.run(call), 1)
         at = torch.arange(len(rows), device=rows.device).repeat_interleave(2)
@@ -409,7 +409,7 @@ class Triplets(Engine):
         return a + b
 
     def _call(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> declared.Against:
-        how = {"positives": self.positives, "margin": self.margin, "smooth": self.smooth}
+        how: dict[str, Any] = {"positives": self.positives, "margin": self.margin, "smooth": self.smooth}
         return declared.Against(**self.sides.matrix(rows, cols, i, j), **how, **self.sides.how)
 
     def forward(self, rows: Tensor, cols: Tensor | None, i: slice, j: slice) -> tuple[Tensor, Tensor | None]:
@@ -419,7 +419,7 @@ class Triplets(Engine):
         self, grad: Tensor, stats: Tensor, saved: Tensor | None, rows: Tensor, cols: Tensor | None, i: slice, j: slice,
         want_cols: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        of, nothing = TripletOut(grad[:, 0].contiguous(), None), TripletOut(None, None)  # type: ignore[arg-type]
-        received = Backward(self._call(rows, cols, i, j), of, nothing, (True, want_cols, True))
+        of = some(TripletOut, total=grad[:, 0].contiguous())
+        received = Backward(self._call(rows, cols, i, j), of, some(TripletOut), (True, want_cols, True))
         gradients: tuple[Tensor, ...] = self.sides.run(received)
         return gradients

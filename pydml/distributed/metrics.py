@@ -83,7 +83,11 @@ def retrieval_metrics(
         if int(ranks.all_reduce(wrong_numbers, "numbers that are not finite")):
             return dict.fromkeys(_names(ks), float("nan"))
         if ranks.size == 1:
-            how = {"lone_queries": lone_queries, "ties": ties, "normalize_embeddings": normalize_embeddings}
+            how: dict[str, Any] = {
+                "lone_queries": lone_queries,
+                "ties": ties,
+                "normalize_embeddings": normalize_embeddings,
+            }
             return metrics.retrieval_metrics(q, y, ks, g, g_y, **how)
         columns = (q, sizes, y) if g is None or g_y is None else (g, gallery_sizes, g_y)
         all_labels = ranks.all_gather(columns[2], columns[1], "labels")

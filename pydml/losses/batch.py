@@ -289,7 +289,7 @@ class Batch:
 
     def triplet_sums(self, mode: str, margin: float, swap: bool, smooth: bool) -> tuple[Tensor, Tensor]:
         """Of each anchor [B] the sum of its triplets' losses, and how many of them are above 0."""
-        how = {"mode": mode, "margin": float(margin), "swap": swap, "smooth": smooth}
+        how: dict[str, Any] = {"mode": mode, "margin": float(margin), "swap": swap, "smooth": smooth}
         total, above = ops.call(Triplet(**self.matrix, **how, **self.how, selves=self.selves), self.backend)
         return total, above
 
@@ -320,7 +320,7 @@ class Batch:
     def topk(self, policy: str, params: list[float], k: int, side: str) -> tuple[Tensor, Tensor]:
         """The k pairs (i, j) of largest loss on one side or on «all»; -1 beyond the last."""
         self.prepare(policy)
-        loss = {"policy": policy, "params": [float(p) for p in params]}
+        loss: dict[str, Any] = {"policy": policy, "params": [float(p) for p in params]}
         i, j = ops.call(TopK(**self.matrix, **loss, k=k, side=side, **self.how, selves=self.selves), self.backend)
         return i, j
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydml.declared import Backward, Dots, DotsOut, Listed, ListedTriplets
+from pydml.declared import Backward, Dots, DotsOut, Listed, ListedTriplets, some
 from pydml.policy import POLICIES, LogSumExp, Policy, Slot, softplus
 from pydml.sums import add_at, segment_lse
 
@@ -82,7 +82,8 @@ def triplets_by(dots: Callable[..., Any], dots_backward: Callable[..., Any]) -> 
         a, violation, grad = b.call, b.out.violation, b.grad.total
         w = grad[a.a] * (torch.sigmoid(violation) if a.smooth else (violation > 0).to(grad.dtype))
         more, less = (
-            dots_backward(Backward(pairs(a, j), DotsOut(g), DotsOut(None), b.wants)) for g, j in ((w, a.n), (-w, a.p))
+            dots_backward(Backward(pairs(a, j), some(DotsOut, u=g), some(DotsOut), b.wants))
+            for g, j in ((w, a.n), (-w, a.p))
         )
         return more[0] + less[0], more[1] + less[1]
 
