@@ -53,10 +53,11 @@ class Argument:
 
     type: ClassVar[str]
     name: str = field(default="", kw_only=True)
+    optional: bool = field(default=False, kw_only=True)
 
     @property
     def schema(self) -> str:
-        return f"{self.type} {self.name}"
+        return f"{self.type}{'?' * self.optional} {self.name}"
 
     def check(self, value: Any, call: Checked) -> None:
         """Raise where the value does not fit; settle the sizes that it decides."""
@@ -72,14 +73,9 @@ class Array(Argument):
     type = "Tensor"
     dims: tuple[str | int, ...]
     dtypes: tuple[torch.dtype, ...] = COMPUTED
-    optional: bool = False
     #: Entries are places from ``least`` on, below this size.
     below: str = ""
     least: int = 0
-
-    @property
-    def schema(self) -> str:
-        return f"Tensor{'?' * self.optional} {self.name}"
 
     def check(self, value: Any, call: Checked) -> None:
         if value is None:
@@ -235,11 +231,6 @@ class Number(Argument):
     """A finite number."""
 
     type = "float"
-    optional: bool = False
-
-    @property
-    def schema(self) -> str:
-        return f"float{'?' * self.optional} {self.name}"
 
     def check(self, value: Any, call: Checked) -> None:
         if value is not None and not math.isfinite(value):
