@@ -17,7 +17,6 @@ from pydml.backends import kernel
 from pydml.declared import Mined
 from pydml.losses.base import MetricLoss
 from pydml.losses.batch import Batch
-from pydml.losses.nca import NCALoss
 from pydml.records import WithRecords
 from pydml.tuples import Distinct, is_distinct
 
@@ -185,7 +184,7 @@ class CrossBatchMemory(WithRecords):
         if not ours:
             loss: Tensor = self.loss(z, y, listed, memory, memory_labels)
             return loss
-        if listed is not None or selves is None or self.sees_copies:
+        if listed is not None or selves is None or self.loss.sees_copies:
             loss = self.loss(z, y, listed, memory, memory_labels, backend=backend)
             return loss
         given = self.loss._batch(z, y, None, memory, memory_labels)
@@ -203,11 +202,6 @@ class CrossBatchMemory(WithRecords):
         self.add_to_memory(embeddings, labels, number)
         held = self.memory_size if self.has_been_filled else self.queue_idx
         return self.embedding_memory[:held], self.label_memory[:held]
-
-    @property
-    def sees_copies(self) -> bool:
-        """Is an embedding compared with its own copy, too? NCA does so in PML."""
-        return isinstance(self.loss, NCALoss)
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
         """Write embeddings to the next places (``curr_batch_idx``), the oldest ones."""

@@ -492,7 +492,7 @@ void terms(const R* params, const R* u, R* out, int n) {
   for (int j = 0; j < n; ++j) out[j] = p.template term<k>(u[j], R(0), R(0));
 }
 
-#include "cpu/kernels_other.h"
+#include "cpu/kernels_unweighted.h"
 
 template <class P>
 constexpr bool has_side(Side side) {

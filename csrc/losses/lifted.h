@@ -1,6 +1,6 @@
 // Positive pairs of the lifted structure loss, Song et al. 2016, eq. 4, given e = LSE_{negatives}(m₋-D) as the field.
-//   J_ij = log(e^{row_i}+e^{col_j}) + c₊ - u;  Σ ½[J]₊², Σ [J]₊σ(row_i-col_j) = its derivative by row_i, number of J >
-//   0
+//   J_ij = log(e^{row_i}+e^{col_j}) + c₊ - u
+//   Slots: Σ ½[J]₊², Σ [J]₊σ(row_i-col_j), which is its derivative by row_i, and the number of J > 0.
 #pragma once
 #include "policy.h"
 

@@ -146,7 +146,7 @@ class ShardedLoss(nn.Module):
         assert batch.ref_labels is not None
         ref_y = y if ref is None else group.all_gather(batch.ref_labels, ref_sizes, "labels")
         shards = Shards(group, sizes, None if ref is None else ref_sizes, self.mode, ref_grad, self.class_sizes)
-        if self.memory is not None and not self.memory.sees_copies:
+        if self.memory is not None and not self.loss.sees_copies:
             first = sum(ref_sizes[: group.rank])
             shards.selves = group.all_gather(self.memory.curr_batch_idx + first, sizes, "places in the memories")
         if self.ddp:

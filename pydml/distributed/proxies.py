@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from pydml.distributed.group import Group
-from pydml.losses import ProxyLoss, ProxyRepulsionLoss
+from pydml.losses import ProxyLoss
 from pydml.losses.base import MetricLoss
 
 
 def split_classes(loss: MetricLoss, group: Group) -> list[int]:
     """Cut the parameter of a proxy loss down to this rank's classes; how many proxies each rank has."""
-    if not isinstance(loss, ProxyLoss) or isinstance(loss, ProxyRepulsionLoss):
+    if not isinstance(loss, ProxyLoss) or not loss.splits:
         raise TypeError(
             f"shard_proxies: got True with {type(loss).__name__}, wanted a softmax-type loss or ProxyAnchorLoss"
         )

@@ -64,6 +64,8 @@ class MetricLoss(WithRecords):
     #: Does it take ``ref_emb``? Does it take ``indices_tuple``?
     takes_ref: ClassVar[bool] = True
     takes_tuple: ClassVar[bool] = True
+    #: In a memory: is an embedding compared with its own copy there, too?
+    sees_copies: ClassVar[bool] = False
     #: Must bit-identical rows have S = 1 to the last bit?
     exact_cosines: ClassVar[bool] = False
     #: For the tables: formula in one line, paper, and PML's name for it if PML has it.

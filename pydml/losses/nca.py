@@ -23,6 +23,7 @@ class NCALoss(MetricLoss):
     formula = "LSE(-s·D²) - LSE₊(-s·D²)"
     paper = "Goldberger et al. 2004"
     pml = "NCALoss"
+    sees_copies = True  # as PML's in its memory
 
     def __init__(self, softmax_scale: float = 1, **common: Unpack[Common]) -> None:
         super().__init__(**common)

@@ -32,6 +32,8 @@ class ProxyLoss(MetricLoss):
     #: Name of the parameter in the state_dict, and whether it is [d, C·K] (True) or [C·K, d].
     parameter: ClassVar[str] = "proxies"
     transposed: ClassVar[bool] = False
+    #: Can its classes be split over ranks?
+    splits: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class ProxyRepulsionLoss(ProxyLoss):
     reductions = ("divisor",)
     formula = "Proxy-Anchor's positive term + 1/C Σ_w log(1+Σ_{w'≠w} e^{α(G_ww'+λ)})"
     paper = "Psomas 2020"
+    splits = False  # its negatives are pairs of proxies
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 // Vector kernels of the engines that know no policy: histogram, thresholds (triplet, rank), extremes. Included by
 // kernels.h inside the namespace of an instruction set.
 
-// ---- histogram: linear soft assignment of u to nodes low, low+1/inverse, ...
-// -----------------------------------------
+// Histogram: linear soft assignment of u to nodes low, low+1/inverse, ...
 
 // Left node and share of the right node of row i's pairs [begin, end).
 template <class R>
@@ -57,8 +56,7 @@ void histogram_backward(const Histogram<R>& h) {
   }
 }
 
-// ---- thresholds: every negative of a row against the u of the row's positives
-// ----------------------------------------
+// Thresholds: every negative of a row against the u of the row's positives
 
 template <class R>
 R tile_max(const Tile<R>& t) {
