@@ -5,7 +5,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from pydml import distances, functional, losses, memory, metrics, miners, reducers, regularizers, samplers
-from pydml.backends import backends, largest_class, set_deterministic, use_backend
+from pydml.backends import backends, largest_class, recording, set_deterministic, use_backend
 from pydml.presets import preset, presets
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ __all__ = [
     "miners",
     "preset",
     "presets",
+    "recording",
     "reducers",
     "regularizers",
     "samplers",

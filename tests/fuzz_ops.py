@@ -14,29 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers import arguments, backward_arguments, with_gradients
 
 import pydml
+from pydml.declared import CALLS
 from pydml.policy import POLICIES
 
-GRADS_KEPT = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}
-GRADS_KEPT |= {"listed_triplets": (1, 3)}
-FORWARD = (
-    "pair",
-    "dots",
-    "listed",
-    "listed_triplets",
-    "histogram",
-    "triplet",
-    "extremes",
-    "topk",
-    "mined",
-    "sample",
-    "rank",
-)
+DIFFERENTIABLE = tuple(name for name, made in CALLS.items() if made.grads)
 VIEWS = ("dot", "cosine", "euclidean", "squared")
 PARAMS = {"exponential": 4, "binomial": 3, "bin_lifted": 3, "hinge": 2, "mean": 0, "lifted": 1, "arcface": 2}
 PARAMS |= {"dro_margin": 4, "dro_binomial": 5}
-NAMES = (*POLICIES, *VIEWS, "all", "semihard", "easy", "hard", "positives", "negatives", "", "nonsense")
+NAMES = (*POLICIES, *VIEWS, "all", "semihard", "easy", "hard", "none", "both", "positives", "negatives")
+NAMES = (*NAMES, "", "nonsense")
 
 
 class Caller:
@@ -60,10 +49,18 @@ class Caller:
         n, m = len(matrix[0]), len(matrix[0] if matrix[1] is None else matrix[1])
         how = [pick(VIEWS), pick((True, False))]
         policy = pick(tuple(POLICIES))
+        computed = torch.float64 if matrix[0].dtype == torch.float64 else torch.float32
+        selves = None
+        if matrix[1] is not None and m and pick((True, False)):
+            selves = torch.randint(-1, m, (n,))
+        known = torch.randn(n, pick((0, 1, 5))).to(computed)
         params = [self.random.uniform(0.1, 2) for _ in range(PARAMS[policy])]
         if op == "pair":
             field = [torch.rand(n) if pick((True, False)) else None, torch.rand(m) if pick((True, False)) else None]
-            return [*matrix, *field, policy, params, *how, pick((None, None, 0.1)), 1, 1.0]
+            epsilon = pick((None, None, 0.1))
+            bounds = None if epsilon is None or pick((True, False)) else torch.rand(n, 2).to(computed)
+            side = pick(("both", "positives", "negatives"))
+            return [*matrix, *field, policy, params, *how, epsilon, 1, 1.0, selves, bounds, side]
         if op == "dots":
             length = pick((0, 1, 20)) if n and m else 0
             return [*matrix[:2], *(torch.randint(max(k, 1), (length,)) for k in (n, m)), *how]
@@ -76,14 +73,20 @@ class Caller:
             u, a = [torch.randn(k) for k in sizes], [torch.randint(max(n, 1), (k,)) for k in sizes]
             return [*u, *a, torch.rand(n) if pick((True, False)) else None, policy, params, n]
         if op == "histogram":
-            return [*matrix, pick((2, 5, 100)), -1.0, 1.0, *how]
+            return [*matrix, pick((2, 5, 100)), -1.0, 1.0, *how, selves]
         if op == "triplet":
-            return [*matrix, pick(("all", "semihard")), 0.2, matrix[1] is None and pick((True, False)), True, *how]
+            return [*matrix, pick(("all", "semihard")), 0.2, matrix[1] is None and pick((True, False)), True, *how, selves]
+        if op == "against":
+            return [*matrix, known, 0.2, pick((True, False)), *how]
+        if op == "below":
+            return [*matrix, known, *how]
+        if op == "above":
+            return [*matrix, known, how[1]]
         if op == "extremes":
-            return [*matrix, *(pick(("easy", "hard", "semihard")) for _ in "pn"), *how]
+            return [*matrix, *(pick(("easy", "hard", "semihard", "none")) for _ in "pn"), *how, selves]
         if op == "topk":
             ranking = "dro_margin", [0.2, 0.5, 1.0, 1.0]
-            return [*matrix, *ranking, pick((1, 7, 5000)), pick(("all", "positives", "negatives")), *how]
+            return [*matrix, *ranking, pick((1, 7, 5000)), pick(("all", "positives", "negatives")), *how, selves]
         if op == "mined":
             return [*matrix, pick((None, 0.1)), *how]
         if op == "sample":
@@ -150,26 +153,25 @@ def ours(op: Any, error: Exception) -> bool:
 def call(namespace: str, backend: str, number: int) -> str:
     """Make one call: «result», or what was wrong with it."""
     caller = Caller(number)
-    name = caller.random.choice((*FORWARD, *GRADS_KEPT, *GRADS_KEPT))
-    backward = name in GRADS_KEPT and caller.random.random() < 0.5
-    arguments, rest = caller.arguments(name), [backend] if namespace == "pydml" else []
+    name = caller.random.choice((*CALLS, *DIFFERENTIABLE, *DIFFERENTIABLE))
+    backward = name in DIFFERENTIABLE and caller.random.random() < 0.5
+    given, rest = list(arguments(name, *caller.arguments(name)).values()), [backend] if namespace == "pydml" else []
     if backward:
         print(f"{number} {namespace}.{name}, for its backward", flush=True)
-        grads, kept = GRADS_KEPT[name]
         try:
-            outputs = getattr(torch.ops.pydml, name)(*arguments, backend if rest else "cpu")
+            outputs = getattr(torch.ops.pydml, name)(*given, backend if rest else "cpu")
         except ValueError:  # a policy that this backend does not mine with
             return "result"
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        given = [torch.randn_like(output) for output in outputs[:grads]]
-        arguments = [*given, *outputs[:kept], *arguments, True, arguments[1] is not None]
+        grads = [torch.randn_like(output) for output in with_gradients(name, outputs)]
+        wants = [True, given[1] is not None, *(True for _ in CALLS[name].sides[2:])]
+        given = backward_arguments(name, given, outputs, grads, wants)
         name = f"{name}_backward"
-    spoil_some(caller, arguments)
+    spoil_some(caller, given)
     op = getattr(getattr(torch.ops, namespace), name).default
-    shown = [f"{a.dtype}{list(a.shape)}" if isinstance(a, torch.Tensor) else repr(a) for a in arguments]
+    shown = [f"{a.dtype}{list(a.shape)}" if isinstance(a, torch.Tensor) else repr(a) for a in given]
     print(f"{number} {namespace}.{name}({', '.join(shown)})", flush=True)
     try:
-        op(*arguments, *rest)
+        op(*given, *rest)
     except Exception as error:
         if namespace == "pydml" and not ours(op, error):
             return f"{type(error).__name__}: {str(error)[:300]}"
