@@ -118,8 +118,8 @@ def _engine(name: str) -> Kernel:
 
 
 ENGINES = [*CALLS, *(f"{name}_backward" for name, call in CALLS.items() if call.grads)]
-missing = [name for name in ENGINES if not torch._C._dispatch_has_kernel_for_dispatch_key(f"pydml_cpu::{name}", "CPU")]
-if missing:
+_compiled = set(torch._C._dispatch_get_registrations_for_dispatch_key("CPU"))
+if missing := [name for name in ENGINES if f"pydml_cpu::{name}" not in _compiled]:
     raise ImportError(f"pydml._C was built from other sources: it has no {', '.join(missing)}; build it again")
 
 #: Policies that the kernels were compiled for.

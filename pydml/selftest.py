@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 import pydml
-from pydml import roofline
+from pydml import ops, roofline
 from pydml.backends import fp32_products, resolve
 from pydml.cuda.matrix import DEPTH
+from pydml.declared import Above, Against, Below
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 
 Results = dict[str, Tensor]
@@ -134,6 +135,49 @@ def _ranked(z: Tensor, labels: Tensor, backend: str) -> Results:
     return {"metrics": torch.tensor(list(found.values()), dtype=torch.float64)}
 
 
+def _piece(z: Tensor, labels: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Rows and other columns, and three similarities of each row: what an op is asked that sees some of the columns."""
+    rows, cols = z.detach().clone(), z.flip(0).detach().clone()
+    similarities = torch.linspace(-0.1, 0.3, 3, dtype=ops.compute_dtype(z), device=z.device).repeat(len(z), 1)
+    return {"rows": rows, "cols": cols, "row_labels": labels, "col_labels": labels.flip(0)}, similarities
+
+
+def _whole(rows: Tensor, cols: Tensor, row_labels: Tensor, col_labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and which of them are those of negatives."""
+    x, y = (torch.nn.functional.normalize(side) for side in (rows, cols))
+    return x @ y.T, row_labels[:, None] != col_labels
+
+
+def _against(z: Tensor, labels: Tensor, backend: str) -> Results:
+    """Triplets of negatives in a piece of the columns and of positives that are known by their similarity."""
+    matrix, positives = _piece(z, labels)
+    leaves = {"rows": matrix["rows"], "cols": matrix["cols"], "positives": positives}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    if backend == "dense":
+        u, diff = _whole(**matrix)
+        total = (torch.relu(u[:, :, None] - positives[:, None] + 0.2) * diff[:, :, None]).sum((1, 2))
+    else:
+        how = {"margin": 0.2, "smooth": False, "view": "dot", "normalize": True}
+        total, _ = ops.call(Against(**matrix, positives=positives, **how), backend)
+    grads = torch.autograd.grad(total.sum(), list(leaves.values()))
+    found = {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"total": total.detach(), **found}
+
+
+def _bounded(z: Tensor, labels: Tensor, backend: str) -> Results:
+    """The most similar negative below each bound, and how many are above it."""
+    matrix, bounds = _piece(z, labels)
+    if backend == "dense":
+        u, diff = (t[:, None] for t in _whole(**matrix))
+        best = u.masked_fill(~diff | (u >= bounds[..., None]), -torch.inf).amax(2)
+        number = (diff & (u > bounds[..., None])).sum(2)
+    else:
+        _, best = ops.call(Below(**matrix, bounds=bounds, view="dot", normalize=True), backend)
+        number = ops.call(Above(**matrix, bounds=bounds, normalize=True), backend)[0]
+    return {"below": best.clamp_min(-1), "above": number.double()}
+
+
 #: Arguments that losses need beside their defaults.
 NEEDED: dict[str, dict[str, Any]] = {
     "dro_topk": {"k": 64},
@@ -157,6 +201,8 @@ def cases() -> list[Case]:
         Case("triplet, semihard", _loss("triplet", {"triplets": "semihard", "margin": 0.2}), least=5e-2),
         Case("triplet, hard", _loss("triplet", {"triplets": "hard", "margin": 0.2})),
         Case("dro_kl, binomial", _loss("dro_kl", {"base_loss": "binomial"})),
+        Case("triplets, known positives", _against),
+        Case("negatives, bounded", _bounded, least=5e-2),
         Case("mined pairs", _mined, on_device=False),
         Case("drawn negatives", _drawn, on_device=False, least=2e-2),
         Case("ranking", _ranked, on_device=False),

@@ -15,30 +15,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from helpers import arguments, backward_arguments, with_gradients
 
 import pydml
 from pydml import cuda
+from pydml.declared import CALLS, op
 from pydml.policy import POLICIES
 
-GRADS_KEPT = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}
-GRADS_KEPT |= {"listed_triplets": (1, 3)}
-FORWARD = (
-    "pair",
-    "dots",
-    "listed",
-    "listed_triplets",
-    "histogram",
-    "triplet",
-    "extremes",
-    "topk",
-    "mined",
-    "sample",
-    "rank",
-)
+DIFFERENTIABLE = tuple(name for name, made in CALLS.items() if made.grads)
 VIEWS = ("dot", "cosine", "euclidean", "squared")
 PARAMS = {"exponential": 4, "binomial": 3, "bin_lifted": 3, "hinge": 2, "mean": 0, "lifted": 1, "arcface": 2}
 PARAMS |= {"dro_margin": 4, "dro_binomial": 5}
-NAMES = (*POLICIES, *VIEWS, "all", "semihard", "easy", "hard", "positives", "negatives", "", "nonsense")
+NAMES = (*POLICIES, *VIEWS, "all", "semihard", "easy", "hard", "none", "both", "positives", "negatives")
+NAMES = (*NAMES, "", "nonsense")
 
 
 class Caller:
@@ -62,10 +51,18 @@ class Caller:
         n, m = len(matrix[0]), len(matrix[0] if matrix[1] is None else matrix[1])
         how = [pick(VIEWS), pick((True, False))]
         policy = pick(tuple(POLICIES))
+        computed = torch.float64 if matrix[0].dtype == torch.float64 else torch.float32
+        selves = None
+        if matrix[1] is not None and m and pick((True, False)):
+            selves = torch.randint(-1, m, (n,))
+        known = torch.randn(n, pick((0, 1, 5))).to(computed)
         params = [self.random.uniform(0.1, 2) for _ in range(PARAMS[policy])]
         if op == "pair":
             field = [torch.rand(n) if pick((True, False)) else None, torch.rand(m) if pick((True, False)) else None]
-            return [*matrix, *field, policy, params, *how, pick((None, None, 0.1)), 1, 1.0]
+            epsilon = pick((None, None, 0.1))
+            bounds = None if epsilon is None or pick((True, False)) else torch.rand(n, 2).to(computed)
+            side = pick(("both", "positives", "negatives"))
+            return [*matrix, *field, policy, params, *how, epsilon, 1, 1.0, selves, bounds, side]
         if op == "dots":
             length = pick((0, 1, 20)) if n and m else 0
             return [*matrix[:2], *(torch.randint(max(k, 1), (length,)) for k in (n, m)), *how]
@@ -78,14 +75,20 @@ class Caller:
             u, a = [torch.randn(k) for k in sizes], [torch.randint(max(n, 1), (k,)) for k in sizes]
             return [*u, *a, torch.rand(n) if pick((True, False)) else None, policy, params, n]
         if op == "histogram":
-            return [*matrix, pick((2, 5, 100)), -1.0, 1.0, *how]
+            return [*matrix, pick((2, 5, 100)), -1.0, 1.0, *how, selves]
         if op == "triplet":
-            return [*matrix, pick(("all", "semihard")), 0.2, matrix[1] is None and pick((True, False)), True, *how]
+            return [*matrix, pick(("all", "semihard")), 0.2, matrix[1] is None and pick((True, False)), True, *how, selves]
+        if op == "against":
+            return [*matrix, known, 0.2, pick((True, False)), *how]
+        if op == "below":
+            return [*matrix, known, *how]
+        if op == "above":
+            return [*matrix, known, how[1]]
         if op == "extremes":
-            return [*matrix, *(pick(("easy", "hard", "semihard")) for _ in "pn"), *how]
+            return [*matrix, *(pick(("easy", "hard", "semihard", "none")) for _ in "pn"), *how, selves]
         if op == "topk":
             ranking = "dro_margin", [0.2, 0.5, 1.0, 1.0]
-            return [*matrix, *ranking, pick((1, 7, 5000)), pick(("all", "positives", "negatives")), *how]
+            return [*matrix, *ranking, pick((1, 7, 5000)), pick(("all", "positives", "negatives")), *how, selves]
         if op == "mined":
             return [*matrix, pick((None, 0.1)), *how]
         if op == "sample":
@@ -197,20 +200,21 @@ def call_kernels(backend: str, number: int) -> str:
     caller = Caller(number)
     name = caller.random.choice(sorted(cuda.ENGINES))
     forward = name.removesuffix("_backward")
-    arguments = caller.arguments(forward)
+    given = caller.arguments(forward)
     if forward == "triplet":
-        arguments[6] = False  # swapped triplets are tiled's
-    arguments = [a.float() if isinstance(a, torch.Tensor) and a.dtype == torch.float64 else a for a in arguments]
+        given[6] = False  # swapped triplets are tiled's
+    given = [a.float() if isinstance(a, torch.Tensor) and a.dtype == torch.float64 else a for a in given]
+    given = list(arguments(forward, *given).values())
     spoiler = Spoiler(caller, torch.ops.pydml_cuda_emulated, caller.random.choice((0, 1, 1, 2, 2, 3, 4)))
-    print(f"{number} {name}({described(arguments)}), call {spoiler.left}", flush=True)
+    print(f"{number} {name}({described(given)}), call {spoiler.left}", flush=True)
+    if cuda.yields(op(forward).read(given)):
+        return "unspoilt"  # it is tiled's
     if name != forward:
-        grads, kept = GRADS_KEPT[forward]
-        outputs = cuda.ENGINES[forward](torch.ops.pydml_cuda_emulated, *arguments)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        arguments = [*(torch.randn_like(o) for o in outputs[:grads]), *outputs[:kept], *arguments, True]
-        arguments.append(arguments[grads + kept + 1] is not None)
+        outputs = cuda.ENGINES[forward](torch.ops.pydml_cuda_emulated, op(forward).read(given))
+        grads = [torch.randn_like(output) for output in with_gradients(forward, outputs)]
+        given = backward_arguments(forward, given, outputs, grads, [True, given[1] is not None])
     try:
-        cuda.ENGINES[name](spoiler, *arguments)
+        cuda.ENGINES[name](spoiler, op(name).read(given))
     except Spoilt as outcome:
         return str(outcome)
     return "unspoilt"  # it makes fewer calls
@@ -219,27 +223,26 @@ def call_kernels(backend: str, number: int) -> str:
 def call(namespace: str, backend: str, number: int) -> str:
     """Make one call: «result», or what was wrong with it."""
     caller = Caller(number)
-    name = caller.random.choice((*FORWARD, *GRADS_KEPT, *GRADS_KEPT))
-    backward = name in GRADS_KEPT and caller.random.random() < 0.5
-    arguments, rest = caller.arguments(name), [backend] if namespace == "pydml" else []
+    name = caller.random.choice((*CALLS, *DIFFERENTIABLE, *DIFFERENTIABLE))
+    backward = name in DIFFERENTIABLE and caller.random.random() < 0.5
+    given, rest = list(arguments(name, *caller.arguments(name)).values()), [backend] if namespace == "pydml" else []
     if backward:
         print(f"{number} {namespace}.{name}, for its backward", flush=True)
-        grads, kept = GRADS_KEPT[name]
         try:
-            outputs = getattr(torch.ops.pydml, name)(*arguments, backend if rest else "cpu")
+            outputs = getattr(torch.ops.pydml, name)(*given, backend if rest else "cpu")
         except ValueError:  # a policy that this backend does not mine with
             return "result"
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        given = [torch.randn_like(output) for output in outputs[:grads]]
-        arguments = [*given, *outputs[:kept], *arguments, True, arguments[1] is not None]
+        grads = [torch.randn_like(output) for output in with_gradients(name, outputs)]
+        wants = [True, given[1] is not None, *(True for _ in CALLS[name].sides[2:])]
+        given = backward_arguments(name, given, outputs, grads, wants)
         name = f"{name}_backward"
-    spoil_some(caller, arguments)
-    op = getattr(getattr(torch.ops, namespace), name).default
-    print(f"{number} {namespace}.{name}({described(arguments)})", flush=True)
+    spoil_some(caller, given)
+    direct = getattr(getattr(torch.ops, namespace), name).default
+    print(f"{number} {namespace}.{name}({described(given)})", flush=True)
     try:
-        op(*arguments, *rest)
+        direct(*given, *rest)
     except Exception as error:
-        if namespace == "pydml" and not ours(op, error):
+        if namespace == "pydml" and not ours(direct, error):
             return f"{type(error).__name__}: {str(error)[:300]}"
         return "error"
     return "result"

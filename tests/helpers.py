@@ -6,7 +6,7 @@ import functools
 import json
 import zipfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import pydml
+from pydml import declared
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 
 #: Device code that an interpreter or an emulator runs, too slowly for every test; its own tests hold it to the same.
@@ -102,6 +103,29 @@ def assert_close(got: Any, want: Any, rtol: float, what: str = "value", floor: f
     assert error <= rtol * scale < np.inf, (
         f"{what}: off by {error:.3g} where the largest entry is {scale:.3g}, rtol {rtol:g}"
     )
+
+
+# Ops by position
+
+
+def arguments(op: str, *values: Any) -> dict[str, Any]:
+    """All arguments of an op by name, without the backend; those at the end that are left out have their defaults."""
+    made = declared.op(op).read(values)
+    return {f.name: getattr(made, f.name) for f in fields(made)}
+
+
+def backward_arguments(op: str, given: Iterable[Any], outputs: Any, grads: Iterable[Tensor], wants: Any) -> list[Any]:
+    """Arguments of an op's backward: of gradients, of what the forward gave, of the forward's own arguments."""
+    call = declared.CALLS[op]
+    results = dict(zip(call.Out._fields, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+    return [*grads, *(results[name] for name in call.kept), *given, *wants]
+
+
+def with_gradients(op: str, outputs: Any) -> list[Tensor]:
+    """Those of an op's results that have gradients."""
+    call = declared.CALLS[op]
+    results = dict(zip(call.Out._fields, outputs if isinstance(outputs, tuple) else (outputs,), strict=True))
+    return [results[name] for name in call.grads]
 
 
 # Losses with arguments, for the tests that go over all of them

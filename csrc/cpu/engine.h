@@ -38,6 +38,7 @@ template <class R>
 struct Positives {
   int most = 0;
   int64_t n;
+  bool has_nan = false;        // among given ones
   std::vector<int> count;      // [n]
   std::vector<R> u;            // [most, n]
   std::vector<int64_t> place;  // [most, n] sorted place of the column; or, of given ones, their place in the list
@@ -64,6 +65,7 @@ struct Positives {
       for (int p = 0; p < most; ++p) {
         const R value = from[m.row.place(i) * most + p];
         if (value != std::numeric_limits<R>::infinity()) add(i, p, value);
+        has_nan = has_nan || value != value;
       }
     sort();
   }

@@ -73,7 +73,7 @@ struct PairEngine {
     for (const Slot& s : slots)
       TORCH_CHECK(kernel(s.side).forward, "epsilon: got one, but the C++ kernels do not mine with the policy '", name,
                   "'");
-    TORCH_CHECK(pool == 1 || !(mines || sparse_of(policy)), "pool: got ", pool,
+    TORCH_CHECK(pool == 1 || !(mines || sparse_of(policy)), "pool_size: got ", pool,
                 ", wanted 1 where pairs are mined or weights can be 0");
     if (rf) check_shape("row_field", *rf, {m.n_rows});
     if (cf) check_shape("col_field", *cf, {m.n_cols});
@@ -94,9 +94,8 @@ struct PairEngine {
   // Column k of row statistics or the like, in sorted order.
   std::vector<R> column(const Tensor& values, int k) const { return sorted(values.select(1, k), m.row, 1); }
 
-  void take_thresholds(const Tensor& thresholds) {
-    TORCH_CHECK(thresholds.dim() == 2 && thresholds.size(0) == m.n_rows && thresholds.size(1) == 2, "bounds: got ",
-                thresholds.sizes(), ", wanted [", m.n_rows, ", 2]");
+  void take_thresholds(const char* name, const Tensor& thresholds) {
+    check_shape(name, thresholds, {m.n_rows, 2});
     below = column(thresholds, 0), above = column(thresholds, 1);
   }
 
@@ -161,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(PairEngine<R>& e, const Tensor& rows,
   const bool mines = e.mined && (!known || !e.visits[0]);
   std::vector<R> hardest;
   if (e.mined && known) {
-    e.take_thresholds(*known);
+    e.take_thresholds("bounds", *known);
   } else if (e.mined) {  // positives first: their least similar one is what negatives are compared with
     e.above.assign(n, inf);
     if (e.visits[0]) m.for_positives(e.work, [&](int64_t i, int64_t, R u) { e.above[i] = std::min(e.above[i], u); });
@@ -242,7 +241,7 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
     if (e.slots[k].kind == Kind::log_sum_exp)
       for (R& v : s[k]) v = v == -inf ? inf : v;  // a sum of nothing has no shares
   }
-  if (e.mined) e.take_thresholds(thresholds);
+  if (e.mined) e.take_thresholds("thresholds", thresholds);
   m.start_gradient(want_rows, want_cols);
 
   auto describe = [&](int64_t i0, int ni, int64_t j0, int nj, Side side, Workspace<R>& w) {

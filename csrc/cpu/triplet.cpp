@@ -18,13 +18,14 @@ struct TripletEngine {
 
   TripletEngine(const Tensor& rows, const OptionalTensor& cols, const Tensor& row_labels,
                 const OptionalTensor& col_labels, double gap, bool soft, Text view, bool normalize,
-                const OptionalTensor& selves, const Tensor* given = nullptr)
+                const OptionalTensor& selves, const Tensor* given = nullptr, const char* name = "positives")
       : m(rows, cols, row_labels, col_labels, selves, view_of(view), normalize, Ties::exact),
         work(m.workspaces()),
-        positives(given ? Positives<R>(m, "positives", *given) : Positives<R>(m, work)),
+        positives(given ? Positives<R>(m, name, *given) : Positives<R>(m, work)),
         margin(R(gap)),
         smooth(soft),
         least(m.n_rows, std::numeric_limits<R>::infinity()) {
+    m.finite = m.finite && !positives.has_nan;  // a comparison would drop it silently
     for (int64_t i = 0; positives.most && i < m.n_rows; ++i)
       least[i] = smooth && positives.count[i] ? -std::numeric_limits<R>::infinity() : positives.u[i] - margin;
   }
@@ -206,12 +207,13 @@ std::tuple<Tensor, Tensor> against(const Tensor& rows, const OptionalTensor& col
 std::tuple<Tensor, Tensor, Tensor> against_backward(const Tensor& grad, const Tensor& rows, const OptionalTensor& cols,
                                                     const Tensor& row_labels, const OptionalTensor& col_labels,
                                                     const Tensor& positives, double margin, bool smooth, Text view,
-                                                    bool normalize, bool want_rows, bool want_cols, bool) {
+                                                    bool normalize, bool want_rows, bool want_cols,
+                                                    bool want_positives) {
   return with_type(rows, [&](auto r) {
     TripletEngine<decltype(r)> e(rows, cols, row_labels, col_labels, margin, smooth, view, normalize, {}, &positives);
     Tensor d_positives = at::zeros_like(positives, at::MemoryFormat::Contiguous);
     const auto [d_rows, d_cols] = backward(e, grad, false, want_rows, want_cols, &d_positives);
-    return std::make_tuple(d_rows, d_cols, d_positives);
+    return std::make_tuple(d_rows, d_cols, want_positives ? d_positives : at::empty({0}, rows.options()));
   });
 }
 
@@ -220,7 +222,7 @@ std::tuple<Tensor, Tensor> below(const Tensor& rows, const OptionalTensor& cols,
                                  const OptionalTensor& col_labels, const Tensor& bounds, Text view, bool normalize) {
   return with_type(rows, [&](auto r) {
     using R = decltype(r);
-    TripletEngine<R> e(rows, cols, row_labels, col_labels, 0, false, view, normalize, {}, &bounds);
+    TripletEngine<R> e(rows, cols, row_labels, col_labels, 0, false, view, normalize, {}, &bounds, "bounds");
     e.find_semihard();
     Tensor n = at::full_like(bounds, -1, bounds.options().dtype(at::kLong), at::MemoryFormat::Contiguous);
     Tensor u = at::full_like(bounds, -std::numeric_limits<double>::infinity(), {}, at::MemoryFormat::Contiguous);

@@ -58,6 +58,14 @@ def mine(tile: Tile, epsilon: float) -> Tensor:
     return torch.stack((hardest_negative + epsilon, hardest_positive - epsilon), 1)
 
 
+def settled(found: Tensor, a: Pair, rows: Tensor | slice) -> Tensor:
+    """Thresholds [r, 2] with those that are known already in the place of those that were found."""
+    if a.bounds is not None:
+        known = slice(1, 2) if a.side == "negatives" else slice(0, 2)
+        found[:, known] = a.bounds[rows, known]
+    return found
+
+
 def keep(tile: Tile, thresholds: Tensor) -> None:
     """Restrict a tile's pairs to the mined ones."""
     tile.same &= tile.u < thresholds[:, :1]
@@ -74,12 +82,12 @@ def pair(a: Pair) -> tuple[Tensor, Tensor, Tensor]:
     m = Pairs(a)
     stats = m.row.x.new_zeros(len(a.rows), len(loss.slots))
     thresholds = m.row.x.new_zeros(len(a.rows), 2)
+    if a.epsilon is not None and not m.shape[1]:  # the extremes of nothing
+        thresholds[:, 0], thresholds[:, 1] = -torch.inf, torch.inf
+        thresholds = settled(thresholds, a, slice(None))
     for tile in m.tiles():
         if a.epsilon is not None:
-            thresholds[tile.rows] = mine(tile, a.epsilon)
-            if a.bounds is not None:
-                known = slice(1, 2) if a.side == "negatives" else slice(0, 2)
-                thresholds[tile.rows, known] = a.bounds[tile.rows, known]
+            thresholds[tile.rows] = settled(mine(tile, a.epsilon), a, tile.rows)
             keep(tile, thresholds[tile.rows])
         arguments = m.arguments(tile)
         for k, slot in enumerate(loss.slots):

@@ -137,9 +137,16 @@ def triplet_backward(b: Backward[Triplet]) -> tuple[Tensor, Tensor]:
     return m.gradients()
 
 
+def _against(a: Against) -> Matrix:
+    """The matrix, poisoned by positives of NaN too: a comparison would drop them silently."""
+    m = Matrix.of(a)
+    m.finite = m.finite & ~a.positives.isnan().any()
+    return m
+
+
 def against(a: Against) -> tuple[Tensor, Tensor]:
     """Per row the sum of its triplets' losses, and how many of them are above 0."""
-    m = Matrix.of(a)
+    m = _against(a)
     total, count = m.row.x.new_zeros(2, len(a.rows)).unbind()
     for tile in m.tiles():
         found = held(tile, a.positives[tile.rows], a.margin, a.smooth)
@@ -151,16 +158,16 @@ def against(a: Against) -> tuple[Tensor, Tensor]:
 def against_backward(b: Backward[Against]) -> tuple[Tensor, Tensor, Tensor]:
     """dL/drows, dL/dcols and dL/dpositives from dL/dtotal [R]."""
     a = b.call
-    m = Matrix.of(a)
+    m = _against(a)
     m.start_gradient(b.want_rows, b.want_cols)
     (grad,) = m.poison(b.grad.total)
-    d_positives = torch.zeros_like(a.positives)
+    (d_positives,) = m.poison(torch.zeros_like(a.positives))
     for tile in m.tiles():
         found = held(tile, a.positives[tile.rows], a.margin, a.smooth)
         g = grad[tile.rows, None]
         m.add_weights(tile, g * found.negatives)
         d_positives[tile.rows] = -g * found.positives
-    return *m.gradients(), d_positives
+    return *m.gradients(), d_positives if b.wants[2] else a.rows.new_empty(0)
 
 
 def below(a: Below) -> tuple[Tensor, Tensor]:
@@ -193,7 +200,7 @@ def positives(a: Positives) -> Tensor:
 def above(a: Above) -> Tensor:
     """Negatives [2, R, M] above each bound, and at or above it."""
     m = Matrix.of(a)
-    rising, order = a.bounds.sort(1)
+    rising, order = a.bounds.masked_fill(a.bounds.isnan(), torch.inf).sort(1)  # nothing is above either
     number = torch.zeros((2, *a.bounds.shape), dtype=torch.int64, device=a.bounds.device)
     for tile in m.tiles():
         for ties, right in enumerate((False, True)):

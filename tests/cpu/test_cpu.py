@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import arguments
 
 import pydml
-from pydml import ops
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 from pydml.losses.batch import pair_stats
 
@@ -114,10 +114,11 @@ def test_what_the_forward_pass_keeps_has_the_size_that_the_fake_says(rows: int, 
     z, y = torch.randn(rows, 8), torch.randint(0, 5, (rows,))
     r, ry = torch.randn(cols, 8), torch.randint(0, 5, (cols,))
     for other, other_labels in ((None, None), (r, ry)):
-        args = (z, other, y, other_labels, None, None, "exponential", [-2.0, 0.5, 50.0, 0.5], "dot", True, 0.1, 1, 1.0)
-        stats, thresholds, saved = ops.pair(*args, "cpu")
+        policy = ("exponential", [-2.0, 0.5, 50.0, 0.5], "dot", True, 0.1, 1, 1.0)
+        args = arguments("pair", z, other, y, other_labels, None, None, *policy).values()
+        stats, thresholds, saved = torch.ops.pydml.pair(*args, "cpu")
         fake = [torch.empty_like(t, device="meta") if isinstance(t, torch.Tensor) else t for t in args]
-        meta = ops.pair(*fake, "cpu")
+        meta = torch.ops.pydml.pair(*fake, "cpu")
         assert [t.shape for t in meta] == [stats.shape, thresholds.shape, saved.shape]
 
 

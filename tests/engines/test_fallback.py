@@ -1,4 +1,6 @@
-"""What runs where the fast kernels are not: a policy that they do not know, an extension that was not built."""
+"""What runs where the fast kernels are not, and how that is told: a policy that they do not know, calls that they hand
+on, an extension that was not built.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 import pydml
 from pydml import build_record
+from pydml.backends import Ran
 from pydml.losses.base import MetricLoss
 from pydml.losses.batch import Batch, Dense
 from pydml.policy import POLICIES, Policy, Sum
@@ -88,6 +91,96 @@ def test_a_policy_without_kernels_falls_back_in_a_memory_too() -> None:
     with pytest.warns(UserWarning, match="'tiled' instead of 'cpu'"):
         loss = loss_fn(Z, Y)
     torch.testing.assert_close(loss, CubesLoss()(Z, Y, backend="dense"))
+
+
+# What ran
+
+
+def step(loss_fn: MetricLoss, z: Tensor, labels: Tensor, backend: str) -> None:
+    loss_fn(z.clone().requires_grad_(), labels, backend=backend).backward()
+
+
+@pytest.mark.parametrize("backend", [name for name in ("tiled", "cpu") if name == "tiled" or HAS_EXTENSION])
+def test_a_recording_lists_forward_and_backward_kernels_with_their_shape(backend: str) -> None:
+    proxies = pydml.losses.NormalizedSoftmaxLoss(4, 6)
+    with pydml.recording() as calls:
+        step(pydml.losses.MultiSimilarityLoss(), Z, Y, backend)
+        step(proxies, Z, Y, backend)
+        pydml.metrics.recall_at_k(Z, Y, (1,), backend=backend)
+    assert calls == [
+        Ran("pair", backend, (12, 12), backend, None),
+        Ran("pair_backward", backend, (12, 12), backend, None),
+        Ran("pair", backend, (12, 4), backend, None),
+        Ran("pair_backward", backend, (12, 4), backend, None),
+        Ran("rank", backend, (12, 12), backend, None),
+    ]
+
+
+def test_a_recording_lists_what_ran_inside_its_block_alone() -> None:
+    loss_fn = pydml.losses.NCALoss()
+    with pydml.recording() as outer:
+        loss_fn(Z, Y, backend="dense")
+        assert outer == []
+        loss_fn(Z, Y, backend="tiled")
+        with pydml.recording() as inner:
+            loss_fn(Z, Y, backend="tiled")
+        loss_fn(Z, Y, backend="tiled")
+    loss_fn(Z, Y, backend="tiled")
+    assert (len(outer), len(inner)) == (3, 1)
+    with pytest.raises(KeyError), pydml.recording() as broken:
+        raise KeyError
+    loss_fn(Z, Y, backend="tiled")
+    assert broken == []
+
+
+def test_a_compiled_step_is_recorded_too() -> None:
+    torch._dynamo.reset()
+    loss_fn = torch.compile(pydml.losses.NCALoss(), backend="aot_eager")
+    with pydml.recording() as calls:
+        step(loss_fn, Z, Y, "tiled")
+    assert [(ran.op, ran.backend) for ran in calls] == [("pair", "tiled"), ("pair_backward", "tiled")]
+
+
+#: Calls that the C++ kernels leave to the tiled ones, and why.
+HANDED_ON = {
+    "large classes": (pydml.losses.TripletMarginLoss(), torch.arange(140) % 2, "hold up to 64 positives"),
+    "swap": (pydml.losses.TripletMarginLoss(swap=True), torch.arange(140) % 20, "no anchor-swapped triplets"),
+}
+
+
+@pytest.mark.skipif(not HAS_EXTENSION, reason="the C++ extension was not built")
+@pytest.mark.parametrize(("loss_fn", "labels", "why"), HANDED_ON.values(), ids=HANDED_ON)
+def test_a_call_that_is_handed_on_is_recorded_with_the_reason_and_told_once(
+    loss_fn: MetricLoss, labels: Tensor, why: str
+) -> None:
+    z, _ = make_batch("random", 140, 6, 4, dtype=torch.float32)
+    with pydml.recording() as calls, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(loss_fn, z, labels, "cpu")
+    assert [ran.op for ran in calls] == ["triplet", "triplet_backward"] * 2
+    for ran in calls:
+        assert (ran.backend, ran.chosen, ran.shape) == ("tiled", "cpu", (140, 140))
+        assert ran.why is not None and why in ran.why
+    (message,) = (str(warning.message) for warning in told)
+    assert message.startswith("triplet: the C++ kernels ") and why in message
+    assert message.endswith("; it runs on 'tiled' instead of 'cpu', which is slower")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(loss_fn, z, labels, "tiled")  # was asked for
+
+
+@pytest.mark.skipif(not HAS_EXTENSION, reason="the C++ extension was not built")
+def test_rankings_that_are_handed_on_say_so() -> None:
+    """Equal columns of different labels: fp64 has products of our own, whose bits do not hang on the place."""
+    z = Z.clone()
+    z[1] = z[0]
+    assert Y[0] != Y[1]
+    with pydml.recording() as calls, pytest.warns(UserWarning, match=r"^rank: equal columns have different labels"):
+        pydml.metrics.recall_at_k(z, Y, (1,), backend="cpu")
+        pydml.metrics.recall_at_k(z.double(), Y, (1,), backend="cpu")
+        pydml.metrics.recall_at_k(Z, torch.arange(12) % 3, (1,), backend="cpu")
+    assert [ran.backend for ran in calls] == ["tiled", "cpu", "cpu"]
 
 
 # Without the extension

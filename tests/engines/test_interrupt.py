@@ -19,7 +19,7 @@ z = torch.randn(60_000, 128)
 wide = torch.randn(4_000, 2048)
 i = torch.arange(10_000_000) % 4_000
 stats, cuts, nothing = torch.ones(60_000, 4), torch.zeros(60_000, 2), torch.zeros(0, dtype=torch.uint8)
-policy = ("bin_lifted", [2.0, 50.0, 0.5], "dot", True, None, 1, 1.0)
+policy = ("bin_lifted", [2.0, 50.0, 0.5], "dot", True, None, 1, 1.0, None, None, "both")
 loss = pydml.losses.ContrastiveLoss(neg_margin=1.9)
 miner = pydml.miners.DistanceWeightedMiner(nonzero_loss_cutoff=1.9)
 ops = {

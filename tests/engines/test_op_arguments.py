@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FUSED, make_batch
+from helpers import FUSED, arguments, backward_arguments, make_batch, with_gradients
 from torch import Tensor
 
 import pydml
-from pydml.opchecks import OPS
+from pydml import declared
 from pydml.policy import POLICIES
 
 Z, Y = make_batch("random", 9, 6, 4, dtype=torch.float32)
@@ -31,28 +31,20 @@ CALLS = int(os.environ.get("PYDML_FUZZ_CALLS", "400"))
 
 def pair(matrix: tuple[Any, ...] = SQUARE, policy: str = "mean", epsilon: float | None = None) -> dict[str, Any]:
     """Arguments of ``pair`` by name."""
-    return named("pair", *matrix, None, None, policy, [1.0] * NUMBERS[policy], *HOW, epsilon, 1, 1.0)
+    return arguments("pair", *matrix, None, None, policy, [1.0] * NUMBERS[policy], *HOW, epsilon, 1, 1.0)
 
 
-def call(op: str, arguments: dict[str, Any], backend: str) -> Any:
-    return getattr(torch.ops.pydml, op)(*arguments.values(), backend)
+def call(op: str, given: dict[str, Any], backend: str) -> Any:
+    return getattr(torch.ops.pydml, op)(*given.values(), backend)
 
 
-def backward_of(op: str, arguments: dict[str, Any], backend: str) -> tuple[str, dict[str, Any]]:
+def backward_of(op: str, given: dict[str, Any], backend: str) -> tuple[str, dict[str, Any]]:
     """A backward call that fits, by the names of its schema."""
-    outputs = call(op, arguments, backend)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grads, kept = {"pair": (1, 3), "dots": (1, 0), "histogram": (2, 3), "triplet": (1, 0), "listed": (1, 1)}.get(
-        op, (1, 0)
-    )
-    name = f"{op}_backward"
-    names = [a.name for a in getattr(torch.ops.pydml, name).default._schema.arguments]
-    values = [*(torch.ones_like(o) for o in outputs[:grads]), *outputs[:kept], *arguments.values()]
-    return name, dict(zip(names, [*values, True, arguments["cols"] is not None], strict=False))
-
-
-def named(op: str, *values: Any) -> dict[str, Any]:
-    return dict(zip((argument.name for argument in OPS[op].arguments), values, strict=True))
+    outputs = call(op, given, backend)
+    grads = [torch.ones_like(o) for o in with_gradients(op, outputs)]
+    wants = [given[side] is not None for side in declared.CALLS[op].sides]
+    values = backward_arguments(op, given.values(), outputs, grads, wants)
+    return f"{op}_backward", dict(zip(declared.op(f"{op}_backward").names, values, strict=True))
 
 
 def right(op: str) -> dict[str, Any]:
@@ -65,13 +57,16 @@ def right(op: str) -> dict[str, Any]:
         "listed_triplets": (Z, W, torch.tensor([0, 8]), torch.tensor([4, 0]), torch.tensor([4, 0]), 0.2, False, *HOW),
         "histogram": (*RECT, 5, -1.0, 1.0, *HOW),
         "triplet": (*RECT, "all", 0.2, False, False, *HOW),
+        "against": (*RECT, torch.rand(9, 2), 0.2, False, *HOW),
+        "below": (*RECT, torch.rand(9, 2), *HOW),
+        "above": (*RECT, torch.rand(9, 2), True),
         "extremes": (*RECT, "easy", "hard", *HOW),
         "topk": (*RECT, "dro_margin", [0.2, 0.5, 1.0, 1.0], 4, "all", *HOW),
         "mined": (*RECT, 0.1, *HOW),
         "sample": (*RECT, torch.tensor([0, 8]), torch.tensor(7), 0.5, 1.4),
         "rank": (*RECT, True),
     }
-    return named(op, *rest[op])
+    return arguments(op, *rest[op])
 
 
 WRONG: dict[str, Any] = {
@@ -105,7 +100,10 @@ WRONG: dict[str, Any] = {
     "positive": ["all", "nonsense"],
     "negative": ["all"],
     "k": [0, -1, -(2**63), 2**62],
-    "side": ["both", ""],
+    "selves": [torch.zeros(5, dtype=torch.int64), torch.zeros(9), torch.full((9,), 5), torch.full((9,), -2)],
+    "bounds": [torch.zeros(5, 2), torch.zeros(9), torch.zeros(9, 2).double(), torch.zeros(9, 2).to("meta")],
+    "positives": [torch.zeros(5, 2), torch.zeros(9), torch.zeros(9, 2).double(), None],
+    "side": ["nonsense", ""],
     "anchors": [torch.tensor([9]), torch.tensor([-1]), torch.tensor([[0]]), torch.tensor([0.0])],
     "seed": [torch.tensor([1, 2]), torch.tensor(1.0), None],
     "cutoff": [float("nan")],
@@ -114,31 +112,50 @@ WRONG: dict[str, Any] = {
 
 
 @ON_FUSED
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", declared.CALLS)
 def test_every_argument_that_does_not_fit_is_named(op: str, backend: str) -> None:
     """Of arguments that fit one is exchanged; «rows» in fp64 is told of the columns, which then differ."""
-    arguments = right(op)
-    call(op, arguments, backend)
-    for name in arguments:
+    given = right(op)
+    call(op, given, backend)
+    for name in given:
         for value in [-1, 2**62] if op == "listed" and name == "rows" else WRONG.get(name, []):
             said = "cols" if name == "rows" and isinstance(value, Tensor) and value.dtype == torch.float64 else name
             if name == "cols" and value is None:
                 said = {"dots": "j", "listed_triplets": "p"}.get(op, "col_labels")
-            wrong = arguments | {name: value}
+            wrong = given | {name: value}
             if said in ("j", "p") and name == "cols":
                 wrong[said] = torch.tensor([9, 0])
             with pytest.raises((ValueError, TypeError, RuntimeError, IndexError), match=rf"^{said}: .*got .*wanted"):
                 call(op, wrong, backend)
-    assert set(arguments) - set(WRONG) <= {"normalize", "smooth"}
+    assert set(given) - set(WRONG) <= {"normalize", "smooth"}
 
 
 @ON_FUSED
-@pytest.mark.parametrize("op", ["pair", "dots", "histogram", "triplet"])
+@pytest.mark.parametrize(
+    ("op", "other", "name"),
+    [
+        ("pair", {"side": "all"}, "side"),
+        ("topk", {"side": "both"}, "side"),
+        ("pair", {"bounds": torch.zeros(9, 2)}, "bounds"),
+        ("pair", {"cols": None, "col_labels": None, "selves": torch.arange(9)}, "selves"),
+        ("histogram", {"cols": None, "col_labels": None, "selves": torch.arange(9)}, "selves"),
+        ("below", {"bounds": None}, "bounds"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
+)
+def test_arguments_that_do_not_fit_together_are_named(op: str, other: dict[str, Any], name: str, backend: str) -> None:
+    """Bounds without mining; columns that the rows are, where there are none; sides of another op."""
+    with pytest.raises((ValueError, TypeError), match=rf"^{name}: got .*wanted"):
+        call(op, right(op) | other, backend)
+
+
+@ON_FUSED
+@pytest.mark.parametrize("op", [name for name, made in declared.CALLS.items() if made.grads])
 def test_backward_ops_name_gradients_and_kept_tensors_that_do_not_fit(op: str, backend: str) -> None:
-    arguments = pair(RECT, "hinge") if op == "pair" else right(op)  # hinges keep lists of live pairs
-    name, fitting = backward_of(op, arguments, backend)
+    given = pair(RECT, "hinge") if op == "pair" else right(op)  # hinges keep lists of live pairs
+    name, fitting = backward_of(op, given, backend)
     call(name, fitting, backend)
-    own = [key for key in fitting if key not in arguments and not key.startswith("want")]
+    own = [key for key in fitting if key not in given and not key.startswith("want")]
     assert own
     for key in own:
         value = fitting[key]
@@ -147,7 +164,9 @@ def test_backward_ops_name_gradients_and_kept_tensors_that_do_not_fit(op: str, b
                 continue  # nothing is kept, of which a part is nothing again
             with pytest.raises((ValueError, TypeError), match=rf"^{key}: got .*wanted"):
                 call(name, fitting | {key: wrong}, backend)
-    square = arguments | {"cols": None} | ({"j": torch.tensor([3, 0])} if op == "dots" else {"col_labels": None})
+    if "cols" not in given:
+        return
+    square = given | {"cols": None} | ({"col_labels": None} if "col_labels" in given else {})
     name, fitting = backward_of(op, square, backend)
     with pytest.raises(ValueError, match=r"^want_cols: "):
         call(name, fitting | {"want_cols": True}, backend)
@@ -172,9 +191,9 @@ def test_mining_is_refused_where_there_are_no_kernels_for_it(policy: str) -> Non
 @ON_FUSED
 @pytest.mark.parametrize("policy", ["lifted", "hinge", "mean", "binomial", "bin_lifted"])
 def test_topk_refuses_policies_that_do_not_rank_pairs(policy: str, backend: str) -> None:
-    arguments = right("topk") | {"policy": policy, "params": [1.0] * NUMBERS[policy]}
+    given = right("topk") | {"policy": policy, "params": [1.0] * NUMBERS[policy]}
     with pytest.raises(ValueError, match=rf"^policy: got '{policy}', wanted .*'dro_margin'"):
-        call("topk", arguments, backend)
+        call("topk", given, backend)
 
 
 def test_unknown_backends_are_named() -> None:
@@ -195,8 +214,7 @@ def test_fakes_name_wrong_names_too() -> None:
 
 
 def spoil_saved(fill: Callable[[Tensor], Tensor]) -> None:
-    arguments = pair(policy="hinge")
-    _, fitting = backward_of("pair", arguments, "cpu")
+    _, fitting = backward_of("pair", pair(policy="hinge"), "cpu")
     assert len(fitting["saved"])
     with pytest.raises(RuntimeError, match=r"^saved: .*wanted"):
         torch.ops.pydml_cpu.pair_backward(*(fitting | {"saved": fill(fitting["saved"])}).values())
@@ -227,7 +245,7 @@ def test_kept_lists_of_pairs_are_not_believed() -> None:
 def test_histograms_of_nan_have_gradients_of_nan() -> None:
     """The range of u in a tile of NaN is no node of the histogram."""
     z = Z.clone().fill_(torch.nan)
-    name, fitting = backward_of("histogram", named("histogram", z, None, Y, None, 5, -1.0, 1.0, *HOW), "cpu")
+    name, fitting = backward_of("histogram", arguments("histogram", z, None, Y, None, 5, -1.0, 1.0, *HOW), "cpu")
     fitting["grad_positives"], fitting["grad_negatives"] = torch.rand(9, 5), torch.rand(9, 5)
     assert call(name, fitting, "cpu")[0].isnan().all()
 

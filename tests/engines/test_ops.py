@@ -13,10 +13,27 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import BACKENDS, CASES, FUSED, Case, Result, assert_close, assert_same, generator, make_batch, over, run
+from helpers import (
+    BACKENDS,
+    CASES,
+    FUSED,
+    Case,
+    Result,
+    arguments,
+    assert_close,
+    assert_same,
+    backward_arguments,
+    generator,
+    make_batch,
+    over,
+    run,
+    with_gradients,
+)
 from torch import Tensor
 
 import pydml
+from pydml import declared
+from pydml.backends import recording
 from pydml.losses.batch import Dense
 
 DIM, CLASSES = 6, 4
@@ -60,6 +77,13 @@ def forward_samples(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, .
             yield "pair", f"{shape}_hinge", (*matrix, *none, *hinge)
             raw = ("hinge", [-0.5, -3.0], "squared", False, None, 1, 1.0)
             yield "pair", f"{shape}_raw", (*matrix, *none, *raw)
+            bounds = torch.tensor([[0.4, -0.3]], dtype=dtype).expand(len(rows), 2).contiguous()
+            mined = "exponential", [-2.0, 0.5, 5.0, 0.5], "dot", True, 0.1, 1, 1.0
+            for side in ("both", "positives", "negatives"):
+                yield "pair", f"{shape}_bounds_{side}", (*matrix, *none, *mined, None, bounds, side)
+            positives = torch.rand(len(rows), 3, generator=generator(5), dtype=torch.float64).to(dtype) - 0.5
+            positives[::2, 1] = torch.inf
+            yield "against", f"{shape}_hinge", (*matrix, positives.requires_grad_(), 0.2, False, "dot", True)
         i, j = torch.tensor([0, 3, 3, 4]), torch.tensor([1, 0, 0, 4])
         for view in ("dot", "cosine", "euclidean", "squared"):
             yield "dots", f"{shape}_{view}", (rows, cols, i, j, view, True)
@@ -68,6 +92,14 @@ def forward_samples(dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, .
         yield "triplet", f"{shape}_hinge", (*matrix, "all", 0.2, False, False, "euclidean", True)
         yield "triplet", f"{shape}_smooth", (*matrix, "all", 0.2, False, True, "dot", True)
         yield "triplet", f"{shape}_semihard", (*matrix, "semihard", 0.2, False, False, "euclidean", True)
+        if cols is not None:
+            selves = torch.tensor([4, -1, 0, 1, -1, 3, 2, 0, 4])
+            exponential = "exponential", [-2.0, 0.5, 5.0, 0.5], "euclidean", True, None, 1, 1.0
+            yield "pair", f"{shape}_selves", (*matrix, *none, *exponential, selves)
+            yield "histogram", f"{shape}_selves", (*matrix, 5, -1.0, 1.0, "cosine", True, selves)
+            yield "triplet", f"{shape}_selves", (*matrix, "all", 0.2, False, True, "dot", True, selves)
+            known = torch.rand(len(rows), 2, generator=generator(6), dtype=torch.float64).to(dtype) - 1
+            yield "against", shape, (*matrix, known, 0.2, True, "euclidean", True)
     u = [torch.rand(n, generator=generator(n), dtype=torch.float64).to(dtype).requires_grad_() for n in (3, 4)]
     anchors = torch.tensor([0, 1, 1]), torch.tensor([1, 0, 0, 1])
     yield "listed", "exponential", (*u, *anchors, None, "exponential", [-2.0, 0.5, 5.0, 0.5], 2)
@@ -89,6 +121,10 @@ def selecting_samples() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
             continue
         matrix = tuple(t.detach() if isinstance(t, Tensor) else t for t in with_grad)
         yield "extremes", shape, (*matrix, "easy", "semihard", "dot", True)
+        yield "extremes", f"{shape}_none", (*matrix, "none", "hard", "dot", True)
+        bounds = torch.rand(len(matrix[0]), 3, generator=generator(8)) - 0.5
+        yield "below", shape, (*matrix, bounds, "cosine", True)
+        yield "above", shape, (*matrix, bounds, True)
         yield "topk", shape, (*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 6, "all", "dot", True)
         yield "topk", f"{shape}_side", (*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 50, "positives", "dot", True)
         yield "mined", shape, (*matrix, 0.1, "dot", True)
@@ -97,14 +133,14 @@ def selecting_samples() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         yield "rank", shape, (*matrix, True)
 
 
-def samples(kind: str) -> list[tuple[str, str, tuple[Any, ...]]]:
-    return list(forward_samples(torch.float32) if kind == "forward" else selecting_samples())
+def samples(kind: str, dtype: torch.dtype = torch.float32) -> list[tuple[str, str, tuple[Any, ...]]]:
+    found = forward_samples(dtype) if kind == "forward" else selecting_samples()
+    return [(op, shape, tuple(arguments(op, *given).values())) for op, shape, given in found]
 
 
-def over_samples(kind: str) -> Any:
-    return pytest.mark.parametrize(
-        ("op", "shape", "arguments"), samples(kind), ids=[f"{o}-{s}" for o, s, _ in samples(kind)]
-    )
+def over_samples(kind: str, dtype: torch.dtype = torch.float32, without: str = "nothing") -> Any:
+    found = [sample for sample in samples(kind, dtype) if without not in sample[1]]
+    return pytest.mark.parametrize(("op", "shape", "given"), found, ids=[f"{o}-{s}" for o, s, _ in found])
 
 
 def the_op(name: str) -> Any:
@@ -113,57 +149,55 @@ def the_op(name: str) -> Any:
 
 @ON_FUSED
 @over_samples("forward")
-def test_differentiable_op_passes_opcheck(op: str, shape: str, arguments: tuple[Any, ...], backend: str) -> None:
-    torch.library.opcheck(the_op(op), (*arguments, backend))
+def test_differentiable_op_passes_opcheck(op: str, shape: str, given: tuple[Any, ...], backend: str) -> None:
+    torch.library.opcheck(the_op(op), (*given, backend))
 
 
 @ON_FUSED
 @over_samples("selecting")
-def test_selecting_op_passes_opcheck(op: str, shape: str, arguments: tuple[Any, ...], backend: str) -> None:
-    torch.library.opcheck(the_op(op), (*arguments, backend))
+def test_selecting_op_passes_opcheck(op: str, shape: str, given: tuple[Any, ...], backend: str) -> None:
+    torch.library.opcheck(the_op(op), (*given, backend))
 
 
 @ON_FUSED
 @over_samples("forward")
-def test_backward_op_passes_opcheck(op: str, shape: str, arguments: tuple[Any, ...], backend: str) -> None:
-    arguments = tuple(t.detach() if isinstance(t, Tensor) else t for t in arguments)
-    outputs = the_op(op)(*arguments, backend)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    kept_by = {"pair": (1, 3), "listed": (1, 1), "listed_triplets": (1, 3), "histogram": (2, 3)}
-    grads, kept = kept_by.get(op, (1, 0))
-    given = [torch.rand_like(output) for output in outputs[:grads]]
-    for want_cols in {False, arguments[1] is not None}:
-        wanted = (*given, *outputs[:kept], *arguments, True, want_cols, backend)
-        torch.library.opcheck(the_op(f"{op}_backward"), wanted)
+def test_backward_op_passes_opcheck(op: str, shape: str, given: tuple[Any, ...], backend: str) -> None:
+    given = tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
+    outputs = the_op(op)(*given, backend)
+    grads = [torch.rand_like(output) for output in with_gradients(op, outputs)]
+    sides = [given[declared.op(op).names.index(side)] is not None for side in declared.CALLS[op].sides]
+    for wants in ([side and wanted for side in sides] for wanted in (True, False)):
+        wants[0] = True
+        values = backward_arguments(op, given, outputs, grads, wants)
+        torch.library.opcheck(the_op(f"{op}_backward"), (*values, backend))
 
 
 def test_every_op_has_samples() -> None:
-    ops = {name for name, value in vars(importlib.import_module("pydml.ops")).items() if hasattr(value, "_schema")}
-    assert ops == {op for kind in ("forward", "selecting") for op, *_ in samples(kind)}
+    assert set(declared.CALLS) == {op for kind in ("forward", "selecting") for op, *_ in samples(kind)}
 
 
 @ON_FUSED
-@pytest.mark.parametrize(
-    ("op", "shape", "arguments"),
-    [sample for sample in forward_samples(torch.float64) if "raw" not in sample[1]],
-    ids=[f"{o}-{s}" for o, s, _ in forward_samples(torch.float64) if "raw" not in s],
-)
-def test_op_passes_gradcheck(op: str, shape: str, arguments: tuple[Any, ...], backend: str) -> None:
-    leaves = [i for i, a in enumerate(arguments) if isinstance(a, Tensor) and a.requires_grad]
+@over_samples("forward", torch.float64, without="raw")
+def test_op_passes_gradcheck(op: str, shape: str, given: tuple[Any, ...], backend: str) -> None:
+    leaves = [i for i, a in enumerate(given) if isinstance(a, Tensor) and a.requires_grad]
+    moving = slice(None)
+    if op == "pair":
+        slots = pydml.policy.POLICIES[given[6]].slots
+        moving = [k for k, slot in enumerate(slots) if not getattr(slot, "constant", False)]
 
-    def of_leaves(*given: Tensor) -> Any:
-        full = list(arguments)
-        for i, leaf in zip(leaves, given, strict=True):
+    def of_leaves(*values: Tensor) -> Any:
+        full = list(given)
+        for i, leaf in zip(leaves, values, strict=True):
             full[i] = leaf
-        outputs = the_op(op)(*full, backend)
-        if op == "pair":
-            slots = pydml.policy.POLICIES[arguments[6]].slots
-            carrying = [k for k, slot in enumerate(slots) if not getattr(slot, "constant", False)]
-            return outputs[0][:, carrying].nan_to_num(neginf=0)
-        first = {"triplet": lambda: outputs[0], "listed_triplets": lambda: outputs[0], "histogram": lambda: outputs[:2]}
-        return first.get(op, lambda: outputs)()
+        return tuple(t[..., moving].nan_to_num(neginf=0) for t in with_gradients(op, the_op(op)(*full, backend)))
 
-    assert torch.autograd.gradcheck(of_leaves, [arguments[i] for i in leaves], fast_mode=True)
+    real = [given[i].isfinite() for i in leaves]  # a positive of +inf is none, and has no difference quotient
+
+    def of_finite(*values: Tensor) -> Any:
+        return of_leaves(*(torch.where(at, v, given[i]) for at, v, i in zip(real, values, leaves, strict=True)))
+
+    finite = [given[i].detach().nan_to_num(posinf=0).requires_grad_() for i in leaves]
+    assert torch.autograd.gradcheck(of_finite, finite, fast_mode=True)
 
 
 # Gradients through losses
@@ -596,17 +630,13 @@ def test_repr_says_what_the_loss_is(case: Case) -> None:
 
 
 @ON_FUSED
-def test_n_pairs_of_a_long_tuple_needs_no_more_rows_than_the_batch_has(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ops = importlib.import_module("pydml.ops")
-    pair, seen = ops.pair, []
-    monkeypatch.setattr(ops, "pair", lambda rows, *rest: seen.append(len(rows)) or pair(rows, *rest))
+def test_n_pairs_of_a_long_tuple_needs_no_more_rows_than_the_batch_has(backend: str) -> None:
     z, labels = batch()
     a, p = ((labels[:, None] == labels) & ~torch.eye(12, dtype=torch.bool)).nonzero(as_tuple=True)
     repeated = tuple(index.repeat(10) for index in (a, p, a, p))
-    pydml.losses.NPairsLoss()(z, labels, repeated, backend=backend)
-    assert max(seen) <= len(z)
+    with recording() as calls:
+        pydml.losses.NPairsLoss()(z, labels, repeated, backend=backend)
+    assert 0 < max(max(ran.shape) for ran in calls if ran.op == "pair") <= len(z)
 
 
 # Which backend runs
@@ -663,19 +693,13 @@ def test_use_backend_is_of_one_thread(chosen: Any) -> None:
     assert seen == [usual, "dense"]
 
 
-def test_the_argument_of_a_call_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    backends = importlib.import_module("pydml.backends")
-    monkeypatch.setattr(
-        importlib.import_module("pydml.ops"), "kernel", lambda name, op: asked.append(name) or tiled(op)
-    )
-    tiled = lambda op: backends.kernel("tiled", op)  # noqa: E731
+def test_the_argument_of_a_call_comes_first() -> None:
     z, labels = batch()
-    with pydml.use_backend("dense"):
+    with pydml.use_backend("dense"), recording() as calls:
         pydml.losses.NCALoss()(z, labels)
-        assert not asked
+        assert not calls
         pydml.losses.NCALoss()(z, labels, backend="tiled")
-        assert set(asked) == {"tiled"}
+        assert {ran.backend for ran in calls} == {"tiled"}
 
 
 def test_auto_is_the_best_that_is_there(chosen: Any) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pydml
 from pydml import ops
 from pydml.backends import kernel
+from pydml.declared import Backward, Dots, DotsOut, Listed, ListedTriplets, Mined
 from pydml.policy import POLICIES, LogSumExp
 from pydml.tuples import distinct, is_distinct
 
@@ -52,11 +53,12 @@ def test_long_and_short_lists_have_the_similarities_and_gradients_of_their_pairs
     z, _ = batch()
     cols = batch(30, seed=1)[0] if ref else None
     i, j = pairs(40, 30 if ref else 40, number, in_order)
-    arguments = z, cols, i, j, view, normalize
-    u, want = (kernel(name, "dots")(*arguments) for name in ("cpu", "tiled"))
+    call = Dots(z, cols, i, j, view, normalize)
+    u, want = (kernel(name, "dots")(call) for name in ("cpu", "tiled"))
     assert torch.allclose(u, want, rtol=1e-9, atol=1e-9)
     grad = torch.randn(number, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    got, wanted = (kernel(name, "dots_backward")(grad, *arguments, True, ref) for name in ("cpu", "tiled"))
+    back = Backward(call, DotsOut(grad), DotsOut(None), (True, ref))
+    got, wanted = (kernel(name, "dots_backward")(back) for name in ("cpu", "tiled"))
     for mine, other in zip(got, wanted, strict=True):
         assert torch.allclose(mine, other, rtol=1e-7, atol=1e-6)
 
@@ -65,15 +67,14 @@ def test_long_and_short_lists_have_the_similarities_and_gradients_of_their_pairs
 def test_bits_of_a_long_list_do_not_hang_on_threads(threads: int) -> None:
     z, _ = batch(200, 8)
     i, j = pairs(200, 200, 30_000, in_order=False)
-    arguments = z.float(), None, i, j, "euclidean", True
-    grad = torch.rand(30_000)
+    call = Dots(z.float(), None, i, j, "euclidean", True)
+    back = Backward(call, DotsOut(torch.rand(30_000)), DotsOut(None), (True, False))
     before = torch.get_num_threads()
     found = []
     for number in (1, threads):
         torch.set_num_threads(number)
         try:
-            found.append((kernel(BACKENDS[-1], "dots")(*arguments),
-                          kernel(BACKENDS[-1], "dots_backward")(grad, *arguments, True, False)[0]))  # fmt: skip
+            found.append((kernel(BACKENDS[-1], "dots")(call), kernel(BACKENDS[-1], "dots_backward")(back)[0]))
         finally:
             torch.set_num_threads(before)
     assert torch.equal(found[0][0], found[1][0])
@@ -93,13 +94,15 @@ def test_listed_triplets_are_made_of_their_pairs(
     cols = batch(30, seed=1)[0].requires_grad_() if ref else None
     a, p = pairs(40, 30 if ref else 40, number, in_order)
     n = pairs(40, 30 if ref else 40, number, False, seed=1)[1]
-    options, found = (view, normalize, backend), []
+    how, found = {"view": view, "normalize": normalize}, []
     for fused in (True, False):
         rows = z.clone().requires_grad_()
         if fused:
-            total, above, _ = ops.listed_triplets(rows, cols, a, p, n, 0.2, smooth, *options)
+            call = ListedTriplets(rows, cols, a, p, n, margin=0.2, smooth=smooth, **how)
+            total, above, _ = ops.call(call, backend)
         else:
-            violation = ops.dots(rows, cols, a, n, *options) - ops.dots(rows, cols, a, p, *options) + 0.2
+            u_an, u_ap = (ops.call(Dots(rows, cols, a, other, **how), backend) for other in (n, p))
+            violation = u_an - u_ap + 0.2
             term = torch.nn.functional.softplus(violation) if smooth else torch.relu(violation)
             total, above = (torch.zeros(40, dtype=z.dtype).index_add(0, a, x.to(z.dtype)) for x in (term, term > 0))
         weights = torch.arange(40, dtype=z.dtype)
@@ -128,7 +131,7 @@ def test_statistics_of_listed_pairs_are_those_of_their_rows(policy: str, in_orde
     field = torch.rand(rows, dtype=torch.float64, generator=random) * 0.1 if policy in ("hinge", "lifted") else None
     loss = POLICIES[policy](*PARAMS[policy])
     u = [side.clone().requires_grad_() for side in sides]
-    stats = ops.listed(*u, *anchors, field, policy, PARAMS[policy], rows, backend)
+    stats = ops.call(Listed(*u, *anchors, field, policy, PARAMS[policy], rows), backend)
     v = [side.clone().requires_grad_() for side in sides]
     want = []
     for k, slot in enumerate(loss.slots):
@@ -156,7 +159,7 @@ def test_mined_pairs_are_all_there_and_in_order(rows: int, epsilon: float | None
     z, cols = (torch.randn(n, 8, dtype=torch.float64, generator=random) for n in (rows, 90))
     y, ref_y = (torch.randint(9, (n,), generator=random) for n in (rows, 90))
     matrix = (z, cols, y, ref_y) if ref else (z, None, y, None)
-    got = kernel(backend, "mined")(*matrix, epsilon, "dot", True)
+    got = kernel(backend, "mined")(Mined(*matrix, epsilon, "dot", True))
     want = pydml.miners.MultiSimilarityMiner(1e9 if epsilon is None else epsilon)(
         z, y, *((cols, ref_y) if ref else ()), backend="dense"
     )

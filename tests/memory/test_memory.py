@@ -262,6 +262,50 @@ def test_a_large_memory_is_never_held_against_the_batch_at_once() -> None:
     assert largest <= 60_000 * 4  # the memory itself
 
 
+@pytest.mark.sanitize
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the C++ extension was not built")
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_a_memory_gives_the_same_bits_for_any_number_of_threads(epsilon: float | None) -> None:
+    results = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        torch.manual_seed(0)
+        memory = CrossBatchMemory(MultiSimilarityLoss(epsilon=epsilon), 9, 3000)
+        memory.embedding_memory.normal_()
+        memory.label_memory.random_(300)
+        memory.has_been_filled = True
+        z = torch.randn(300, 9, requires_grad=True)
+        loss = memory(z, torch.arange(300))
+        loss.backward()
+        assert z.grad is not None
+        results.append((loss.detach(), z.grad))
+    for loss, grad in results[1:]:
+        assert torch.equal(loss, results[0][0]) and torch.equal(grad, results[0][1])
+
+
+@pytest.mark.sanitize
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="the C++ extension was not built")
+def test_a_memory_is_as_precise_as_dense_pytorch() -> None:
+    """Its columns are scaled tile by tile; the error against fp64 stays within twice that of plain fp32."""
+    z, labels = torch.randn(64, 32), torch.randint(0, 60, (64,))
+    old, old_labels = 3 * torch.randn(2000, 32), torch.randint(0, 60, (2000,))
+
+    def step(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        memory = CrossBatchMemory(MultiSimilarityLoss(), 32, 2000)
+        memory.embedding_memory = old.to(dtype)
+        memory.label_memory.copy_(old_labels)
+        memory.has_been_filled = True
+        x = z.to(dtype, copy=True).requires_grad_()
+        loss = memory(x, labels, backend=backend)
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach().double(), x.grad.double()]
+
+    exact, dense = step(torch.float64, "dense"), step(torch.float32, "dense")
+    for got, plain, want in zip(step(torch.float32, "cpu"), dense, exact, strict=True):
+        assert (got - want).abs().max() <= 2 * (plain - want).abs().max() + 1e-6
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="loss: got NPairsLoss, which takes no reference set"):
         CrossBatchMemory(NPairsLoss(), DIM)
