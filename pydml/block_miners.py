@@ -231,7 +231,7 @@ class PairMarginMiner(BlockMiner):
 class HDCMiner(BlockMiner):
     """The hardest share of all positive and of all negative pairs, Yuan et al. 2017 (hard-aware deeply cascaded).
 
-    ⌈share·pairs⌉ of each side; ``set_idx_externally`` gives pairs to take the share of, and each call then takes it of
+    ⌈share·pairs⌉ of each side, the hardest first; ``set_idx_externally`` gives pairs to take the share of, and each call then takes it of
     what the last one left. Blocks of rows on every backend but ``dense``.
 
     Parameters
@@ -281,7 +281,7 @@ class HDCMiner(BlockMiner):
         found = []
         for side, hardest in ((batch.same, -u), (batch.diff, u)):
             at = side.flatten().nonzero()[:, 0]
-            at = at[hardest[at].topk(self._number(len(at)), sorted=False).indices]
+            at = at[hardest[at].topk(self._number(len(at))).indices]
             found += [at // batch.u.shape[1], at % batch.u.shape[1]]
         self.a1, self.p, self.a2, self.n = found
         return tuple(found)
@@ -311,7 +311,7 @@ class HDCMiner(BlockMiner):
                 flat = torch.cat((best[k][1], at + tile.rows[0] * cols))
                 top = value.topk(min(numbers[k], len(value)), sorted=False)
                 best[k] = top.values, flat[top.indices]
-        (_, positive), (_, negative) = best
+        positive, negative = (flat[value.argsort(descending=True)] for value, flat in best)
         self.a1, self.p, self.a2, self.n = positive // cols, positive % cols, negative // cols, negative % cols
         return self.a1, self.p, self.a2, self.n
 

@@ -180,7 +180,7 @@ class CrossBatchMemory(WithRecords):
         listed = None
         ours = isinstance(self.loss, MetricLoss)
         if self.miner is not None or indices_tuple is not None or not ours:
-            listed = self._listed(z, y, memory, memory_labels, selves, indices_tuple)
+            listed = self.create_indices_tuple(z, y, memory, memory_labels, indices_tuple, selves is not None)
         if not ours:
             loss: Tensor = self.loss(z, y, listed, memory, memory_labels)
             return loss
@@ -218,23 +218,30 @@ class CrossBatchMemory(WithRecords):
         self.queue_idx = (self.queue_idx + batch_size) % self.memory_size
         self.curr_batch_idx = places
 
-    def _listed(
-        self, z: Tensor, y: Tensor, memory: Tensor, labels: Tensor, selves: Tensor | None, more: Indices | None
+    def create_indices_tuple(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        E_mem: Tensor,
+        L_mem: Tensor,
+        input_indices_tuple: Indices | None,
+        do_remove_self_comparisons: bool,
     ) -> Indices:
         """The miner's pairs, or all, without those of an embedding and its copy; then those given beside them."""
         if self.miner is not None:
-            found: Indices = self.miner(z, y, memory, labels)
+            found: Indices = self.miner(embeddings, labels, E_mem, L_mem)
         else:
-            matrix = {"rows": z.detach(), "cols": memory, "row_labels": y, "col_labels": labels}
+            matrix = {"rows": embeddings.detach(), "cols": E_mem, "row_labels": labels, "col_labels": L_mem}
             found = kernel("tiled", "mined")(Mined(**matrix, epsilon=None, view="dot", normalize=True))
-        if selves is not None:
-            size = len(z), len(memory)
+        if do_remove_self_comparisons:
+            size = len(embeddings), len(E_mem)
             known = is_distinct(found, size)
-            found = _without_selves(found, selves)
+            found = _without_selves(found, self.curr_batch_idx)
             found = Distinct.of(found, size) if known else found  # a part of distinct pairs
-        if more is None:
+        if input_indices_tuple is None:
             return found
-        sides = [Batch(z, y, memory, labels, tuple(part), "dot", True) for part in (found, more)]
+        more = input_indices_tuple
+        sides = [Batch(embeddings, labels, E_mem, L_mem, tuple(part), "dot", True) for part in (found, more)]
         if len(found) == 3 or len(more) == 3:  # triplets and pairs: PML makes the given ones like the others
             given = sides[1].triplets if len(found) == 3 else sides[1].pairs
             assert given is not None

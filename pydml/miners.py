@@ -149,19 +149,27 @@ class Miner(WithRecords):
         batch = self._batch(embeddings, labels, ref_emb, ref_labels)
         batch.choose(backend)
         with torch.no_grad(), ops.no_autocast(batch.embeddings.device):
-            if 0 in batch.size:
+            if type(self).mine is not Miner.mine:  # a miner of your own, written for PML's base class
+                z, ref, y, ref_y = batch.matrix()
+                found = self.mine(z, y, z if ref is None else ref, y if ref_y is None else ref_y)
+            elif 0 in batch.size:
                 found = self.nothing(batch)
             elif batch.backend == "dense":
                 found = self.by_matrix(batch)
             else:
                 found = self.by_rows(batch) if self.kind == distances.OTHER else self.fused(batch)
-            if self.collect_stats:
+            if self.collect_stats and type(self).mine is Miner.mine:
                 self.set_stats(batch, found)
         if len(found) == 3:
             self.num_triplets = len(found[0])
         else:
             self.num_pos_pairs, self.num_neg_pairs = len(found[0]), len(found[2])
         return Distinct.of(found, batch.size) if self.distinct and not torch.compiler.is_compiling() else found
+
+    def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Indices:
+        """PML's name of the selection itself: the same as a call. A subclass may have its own, as a subclass of PML's."""
+        found: Indices = self(embeddings, labels, ref_emb, ref_labels)
+        return found
 
     def _batch(self, embeddings: Any, labels: Any, ref_emb: Any, ref_labels: Any) -> Batch:
         """Check the arguments of a call."""

@@ -77,7 +77,15 @@ class Caller:
         if op == "histogram":
             return [*matrix, pick((2, 5, 100)), -1.0, 1.0, *how, selves]
         if op == "triplet":
-            return [*matrix, pick(("all", "semihard")), 0.2, matrix[1] is None and pick((True, False)), True, *how, selves]
+            return [
+                *matrix,
+                pick(("all", "semihard")),
+                0.2,
+                matrix[1] is None and pick((True, False)),
+                True,
+                *how,
+                selves,
+            ]
         if op == "against":
             return [*matrix, known, 0.2, pick((True, False)), *how]
         if op == "below":
