@@ -150,8 +150,10 @@ class Miner(WithRecords):
         batch.choose(backend)
         with torch.no_grad(), ops.no_autocast(batch.embeddings.device):
             if type(self).mine is not Miner.mine:  # a miner of your own, written for PML's base class
-                z, ref, y, ref_y = batch.matrix()
-                found = self.mine(z, y, z if ref is None else ref, y if ref_y is None else ref_y)
+                z, y = batch.embeddings, batch.known_labels()
+                ref, ref_y = (z, y) if batch.ref is None else (batch.ref, batch.ref_labels)
+                assert ref_y is not None
+                found = self.mine(z, y, ref, ref_y)
             elif 0 in batch.size:
                 found = self.nothing(batch)
             elif batch.backend == "dense":
@@ -167,7 +169,7 @@ class Miner(WithRecords):
         return Distinct.of(found, batch.size) if self.distinct and not torch.compiler.is_compiling() else found
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Indices:
-        """PML's name of the selection itself: the same as a call. A subclass may have its own, as a subclass of PML's."""
+        """PML's name for the selection: the same as a call. A subclass may have its own, as subclasses of PML's do."""
         found: Indices = self(embeddings, labels, ref_emb, ref_labels)
         return found
 

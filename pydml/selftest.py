@@ -158,7 +158,7 @@ def _against(z: Tensor, labels: Tensor, backend: str) -> Results:
         u, diff = _whole(**matrix)
         total = (torch.relu(u[:, :, None] - positives[:, None] + 0.2) * diff[:, :, None]).sum((1, 2))
     else:
-        how = {"margin": 0.2, "smooth": False, "view": "dot", "normalize": True}
+        how: dict[str, Any] = {"margin": 0.2, "smooth": False, "view": "dot", "normalize": True}
         total, _ = ops.call(Against(**matrix, positives=positives, **how), backend)
     grads = torch.autograd.grad(total.sum(), list(leaves.values()))
     found = {f"gradient of {name}": grad for name, grad in zip(leaves, grads, strict=True)}

@@ -1,4 +1,4 @@
-"""What PML's own test suite asks of its classes and the other tests here do not: methods and orders that users rely on."""
+"""What PML's own tests ask of its classes and the other tests here do not: methods and orders that users rely on."""
 
 from __future__ import annotations
 
