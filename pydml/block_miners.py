@@ -231,8 +231,8 @@ class PairMarginMiner(BlockMiner):
 class HDCMiner(BlockMiner):
     """The hardest share of all positive and of all negative pairs, Yuan et al. 2017 (hard-aware deeply cascaded).
 
-    ⌈share·pairs⌉ of each side, the hardest first; ``set_idx_externally`` gives pairs to take the share of, and each call
-    then takes it of what the last one left. Blocks of rows on every backend but ``dense``.
+    ⌈share·pairs⌉ of each side, the hardest first; ``set_idx_externally`` gives pairs to take the share of, and each
+    call then takes it of what the last one left. Blocks of rows on every backend but ``dense``.
 
     Parameters
     ----------
