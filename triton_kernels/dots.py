@@ -29,6 +29,8 @@ def dots_kernel(X, Y, X_NORM, Y_NORM, ROW, COL, U, n, d, VIEW: tl.constexpr, BP:
     real = at < n
     row, col = tl.load(ROW + at, mask=real, other=0), tl.load(COL + at, mask=real, other=0)
     x, y = X + row[:, None] * d, Y + col[:, None] * d
+    if VIEW == "cosine":
+        unit = (tl.load(X_NORM + row) > CLAMP) & (tl.load(Y_NORM + col) > CLAMP)
     s = tl.zeros((BP,), tl.float32)
     d2 = tl.zeros((BP,), tl.float32)
     for start in range(0, d, BD):
@@ -40,7 +42,6 @@ def dots_kernel(X, Y, X_NORM, Y_NORM, ROW, COL, U, n, d, VIEW: tl.constexpr, BP:
     if VIEW == "dot":
         u = s
     elif VIEW == "cosine":
-        unit = (tl.load(X_NORM + row) > CLAMP) & (tl.load(Y_NORM + col) > CLAMP)
         u = tl.where(unit & (d2 < (d2 + 2 * s) * NEAR), 1 - 0.5 * d2, s)  # ‖x‖²+‖y‖² = D²+2S
     elif VIEW == "squared":
         u = -d2
