@@ -40,6 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pydml.backends import fp32_products, set_deterministic
+from pydml.declared import op
 from pydml.triton_kernels import KERNELS, table
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -112,6 +113,11 @@ class Outcome:
         return found
 
 
+def run(name: str, arguments: tuple[Any, ...]) -> Any:
+    """Call an engine with the arguments of its op."""
+    return KERNELS[name](op(name).read(arguments))
+
+
 def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Ops with arguments: each engine, forward and backward, in the variants that differ in their code."""
     n = len(z)
@@ -132,7 +138,7 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
         for other in (None, cols) if epsilon else (None,):
             of_cols = None if other is None else labels
             rest = (other, labels, of_cols, field, field, policy, params, view, True, epsilon, 1, 0.0)
-            stats, thresholds, flag = KERNELS["pair"](z, *rest)
+            stats, thresholds, flag = run("pair", (z, *rest))
             yield "pair", (z, *rest)
             grads = (torch.ones_like(stats), stats, thresholds, flag, z, *rest, True, other is not None)
             yield "pair_backward", grads
@@ -206,7 +212,7 @@ def variants(arch: str, math: str, width: int, all_policies: bool) -> list[Varia
         for module in modules:
             stack.enter_context(mock.patch.object(module, "launch", record))
         for name, arguments in calls(z, torch.arange(256) // 4, cols, all_policies):
-            KERNELS[name](*arguments)
+            run(name, arguments)
     return list(found)
 
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
+from pydml.declared import Backward, Histogram
+from pydml.tiled.histogram import density
 from pydml.triton_kernels.functions import relu
 from pydml.triton_kernels.matrix import Matrix, Side, launch, tiles_for
 from pydml.triton_kernels.tile import finish, members, negative_tile, negative_tiles, push, span, tile_u
@@ -173,23 +174,10 @@ def histogram_backward_kernel(
     finish(g, total, X, G + part.to(tl.int64) * g_slice, rows, n_rows, chunk, D, GD, VIEW)
 
 
-def histogram(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    nodes: int,
-    low: float,
-    high: float,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def histogram(a: Histogram) -> tuple[Tensor, Tensor, Tensor]:
     """Soft counts [R, nodes] of positives and of negatives, and where each tile's negatives lie [tiles, 2]."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
-    ranges = m.row.x.new_empty(histogram_saved(rows, cols), 2)
-    if m.empty or view == "euclidean":
-        counts = tiled.histogram(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize)
-        return counts[0], counts[1], ranges
+    m, nodes = Matrix.of(a), a.nodes
+    ranges = m.row.x.new_empty(histogram_saved(a), 2)
     tiles = m.tiles("counts")
     blocks, col_tiles = triton.cdiv(m.row.size, tiles.rows), triton.cdiv(m.col.size, tiles.cols)
     held = min(max(16, triton.next_power_of_2(nodes)), NODE_BLOCK)
@@ -202,7 +190,7 @@ def histogram(
         launch(
             histogram_forward_kernel, (blocks, splits, node_blocks), m.device,
             m.row.packed, m.col.packed, m.row.squares, m.col.squares, first, last, counts, ranges,
-            m.row.size, m.col.size, nodes, low, (nodes - 1) / (high - low),
+            m.row.size, m.col.size, nodes, a.low, density(a),
             POSITIVES=positives, NB=held, SPLITS=splits, **m.constants(tiles),
         )  # fmt: skip
         return m.row.unsort(counts.sum(0))
@@ -211,43 +199,19 @@ def histogram(
     return positives, negatives, ranges
 
 
-def histogram_saved(rows: Tensor, cols: Tensor | None) -> int:
+def histogram_saved(a: Histogram) -> int:
     """Tiles of which :func:`histogram` keeps the range."""
-    tiles = tiles_for(rows, cols, "counts")
-    n_cols = rows.shape[0] if cols is None else cols.shape[0]
-    return triton.cdiv(rows.shape[0], tiles.rows) * triton.cdiv(n_cols, tiles.cols)
+    tiles = tiles_for(a.rows, a.cols, "counts")
+    n_cols = (a.rows if a.cols is None else a.cols).shape[0]
+    return triton.cdiv(a.rows.shape[0], tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
 
-def histogram_backward(
-    grad_positives: Tensor,
-    grad_negatives: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    ranges: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    nodes: int,
-    low: float,
-    high: float,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
+def histogram_backward(b: Backward[Histogram]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dcounts."""
-    if view == "euclidean":
-        return tiled.histogram_backward(
-            grad_positives, grad_negatives, positives, negatives, ranges, rows, cols, row_labels, col_labels, nodes,
-            low, high, view, normalize, want_rows, want_cols,
-        )  # fmt: skip
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
-    if m.empty:
-        return m.no_gradients(want_rows, want_cols)
+    a = b.call
+    m, nodes, inverse = Matrix.of(a), a.nodes, density(a)
     tiles, forward = m.tiles("histogram"), m.tiles("counts")
-    inverse = (nodes - 1) / (high - low)
-    slopes = torch.stack([m.row.sort(g).diff(dim=1) * inverse for g in (grad_negatives, grad_positives)])
+    slopes = torch.stack([m.row.sort(g).diff(dim=1) * inverse for g in (b.grad.negatives, b.grad.positives)])
     # How many slopes of a row's negatives up to each node are not 0.
     steps = torch.nn.functional.pad((slopes[0] != 0).cumsum(1, dtype=torch.int32), (1, 0))
 
@@ -257,15 +221,15 @@ def histogram_backward(
         g = own.x.new_empty(splits, *own.packed.shape)
         launch(
             histogram_backward_kernel, (blocks, chunks, splits), m.device,
-            own.packed, other.packed, own.squares, other.squares, *m.ranges(own, other), slopes, steps, ranges, g,
-            own.size, other.size, nodes, triton.cdiv(m.col.size, forward.cols), own.packed.numel(), low, inverse,
+            own.packed, other.packed, own.squares, other.squares, *m.ranges(own, other), slopes, steps, b.out.ranges, g,
+            own.size, other.size, nodes, triton.cdiv(m.col.size, forward.cols), own.packed.numel(), a.low, inverse,
             OWN=is_row, OTHER=m.symmetric or not is_row, SPLITS=splits, RANGE_ROWS=forward.rows,
             RANGE_COLS=forward.cols, GD=tiles.chunk, **m.constants(tiles),
         )  # fmt: skip
         own.take_gradient(*m.poison(g))
 
-    if want_rows:
+    if b.want_rows:
         run(m.row, m.col, True)
-    if want_cols and not m.symmetric:
+    if b.want_cols and not m.symmetric:
         run(m.col, m.row, False)
     return m.gradients()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 from torch.nn.functional import pad
+from typing_extensions import Self
 
 from pydml.backends import tf32
 from pydml.ops import traced
@@ -103,13 +104,15 @@ class Matrix:
         self.arch = table.architecture(rows.device)
         self.device = rows.device
 
+    @classmethod
+    def of(cls, a: Any) -> Self:
+        """The matrix of a call of an op; metrics have no view, and most have no pools."""
+        view, pool = getattr(a, "view", "dot"), getattr(a, "pool_size", 1)
+        return cls(a.rows, a.cols, a.row_labels, a.col_labels, view, a.normalize, pool)
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.row.size, self.col.size
-
-    @property
-    def empty(self) -> bool:
-        return not (self.row.size and self.col.size)
 
     def ranges(self, own: Side, other: Side) -> tuple[Tensor, Tensor]:
         """[first, last) of every own row's positives among the other side's rows, self included."""
@@ -140,12 +143,6 @@ class Matrix:
     def poison(self, *values: Tensor) -> tuple[Tensor, ...]:
         """NaN in, NaN out: no comparison may hide a NaN or an infinity of the embeddings."""
         return tuple(torch.where(self.finite, v, torch.nan) for v in values)
-
-    def no_gradients(self, want_rows: bool, want_cols: bool) -> tuple[Tensor, Tensor]:
-        """Of a matrix without pairs."""
-        given = ((self.row.given, want_rows), (self.col.given, want_cols and not self.symmetric))
-        rows, cols = (torch.zeros_like(z) if wanted else z.new_empty(0) for z, wanted in given)
-        return rows, cols
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         g = self.row.gradient()

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
 from pydml.backends import deterministic
+from pydml.declared import Backward, Pair
 from pydml.policy import POLICIES, LogSumExp
 from pydml.triton_kernels.functions import LN2, LOG2E, product
 from pydml.triton_kernels.matrix import Matrix, Side, launch, tiles_for
@@ -386,14 +386,14 @@ class Slots:
         return torch.stack([(given if mask >> k & 1 else other)[:, k] for k in range(self.count)], 1)
 
 
-def marks(policy: str, epsilon: float | None) -> bool:
+def marks(a: Pair) -> bool:
     """Does the forward pass note which tiles are dead? Where weights can be exactly 0."""
-    return epsilon is not None or POLICIES[policy].sparse
+    return a.mines or POLICIES[a.policy].sparse
 
 
-def flags(policy: str, epsilon: float | None, view: str) -> bool:
+def flags(a: Pair) -> bool:
     """Does it leave a byte for each tile: dead, live, near?"""
-    return view != "dot" or marks(policy, epsilon)
+    return a.view != "dot" or marks(a)
 
 
 def tile_count(m: Matrix) -> tuple[int, int]:
@@ -409,36 +409,18 @@ def params(policy: str, values: Sequence[float]) -> list[float]:
     return [*values, *([0.0] * (5 - len(values)))]
 
 
-def pair(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    row_field: Tensor | None,
-    col_field: Tensor | None,
-    policy: str,
-    policy_params: Sequence[float],
-    view: str,
-    normalize: bool,
-    epsilon: float | None,
-    pool_size: int,
-    sharpness: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def pair(a: Pair) -> tuple[Tensor, Tensor, Tensor]:
     """Row statistics [R, K], mining thresholds [R, 2], and a byte for each tile, where they are flagged."""
-    slots = Slots(policy)
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, pool_size)
-    if m.empty:
-        return tiled.pair(rows, cols, row_labels, col_labels, row_field, col_field, policy, policy_params, view,
-                          normalize, epsilon, pool_size, sharpness)  # fmt: skip
+    slots, m = Slots(a.policy), Matrix.of(a)
     tiles = m.tiles("forward")
     blocks, col_tiles = tile_count(m)
     first, last = m.ranges(m.row, m.col)
-    fields = m.row.sort(row_field), m.col.sort(col_field)
-    flag = rows.new_empty(blocks * col_tiles if flags(policy, epsilon, view) else 0, dtype=torch.uint8)
+    fields = m.row.sort(a.row_field), m.col.sort(a.col_field)
+    flag = a.rows.new_empty(blocks * col_tiles if flags(a) else 0, dtype=torch.uint8)
 
     def run(active: int, mines: int, span_only: bool, threshold: Tensor) -> tuple[Tensor, Tensor]:
         splits = 1 if span_only else m.splits(blocks, col_tiles)
-        launches = 1 if view == "dot" else 2
+        launches = 1 if a.view == "dot" else 2
         stats = m.row.x.new_empty(launches * splits, m.row.size, slots.count)
         extremes = m.row.x.new_empty(launches * splits, m.row.size if mines in (1, 2) else 0)
         for exact, (part, extreme) in enumerate(zip(stats.split(splits), extremes.split(splits), strict=True)):
@@ -446,22 +428,21 @@ def pair(
             launch(
                 pair_forward_kernel, (triton.cdiv(m.row.size, cut.rows), splits), m.device,
                 m.row.packed, m.col.packed, m.row.squares, m.col.squares, first, last, *fields, threshold, part,
-                extreme, flag, m.row.size, m.col.size, m.col.slice, col_tiles, sharpness,
-                *params(policy, policy_params), **slots.constants(policy), KP=triton.next_power_of_2(slots.count),
-                ACTIVE=active, MINES=mines,
-                SPAN=span_only, MARK=marks(policy, epsilon), EXACT=bool(exact), POOL=pool_size, SPLITS=splits,
-                FLAG_ROWS=tiles.rows, FLAG_COLS=tiles.cols, **m.constants(cut),
+                extreme, flag, m.row.size, m.col.size, m.col.slice, col_tiles, a.sharpness,
+                *params(a.policy, a.params), **slots.constants(a.policy), KP=triton.next_power_of_2(slots.count),
+                ACTIVE=active, MINES=mines, SPAN=span_only, MARK=marks(a), EXACT=bool(exact), POOL=a.pool_size,
+                SPLITS=splits, FLAG_ROWS=tiles.rows, FLAG_COLS=tiles.cols, **m.constants(cut),
             )  # fmt: skip
         return slots.merge(stats), extremes.amax(0)
 
     thresholds = m.row.x.new_zeros(m.row.size, 2)
-    if epsilon is None:
+    if a.epsilon is None:
         stats, _ = run(slots.all, 0, False, first)
     else:  # the lowest positive is the threshold of negatives, the highest negative that of positives
         _, lowest = run(0, 1, True, first)
-        above = -lowest - epsilon
+        above = -lowest - a.epsilon
         negatives, highest = run(slots.all & ~slots.positive, 2, False, above)
-        below = highest + epsilon
+        below = highest + a.epsilon
         positives, _ = run(slots.positive, 3, True, below)
         stats = slots.choose(slots.positive, positives, negatives)
         thresholds = m.row.unsort(torch.stack((below, above), 1))
@@ -469,57 +450,31 @@ def pair(
     return stats, thresholds, flag
 
 
-def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> int:
+def pair_saved(a: Pair) -> int:
     """Bytes that :func:`pair` keeps: one for each tile, where it flags them."""
-    _, view, _, epsilon, pool = rest[:5]
-    n_rows = rows.shape[0]
-    n_cols = n_rows if cols is None else cols.shape[0] // pool
-    if not (n_rows and n_cols and flags(policy, epsilon, view)):
+    if not flags(a):
         return 0
-    tiles = tiles_for(rows, cols, "forward")
+    tiles, n_rows = tiles_for(a.rows, a.cols, "forward"), a.rows.shape[0]
+    n_cols = n_rows if a.cols is None else a.cols.shape[0] // a.pool_size
     return triton.cdiv(n_rows, tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
 
-def pair_backward(
-    grad: Tensor,
-    stats: Tensor,
-    thresholds: Tensor,
-    flag: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    row_field: Tensor | None,
-    col_field: Tensor | None,
-    policy: str,
-    policy_params: Sequence[float],
-    view: str,
-    normalize: bool,
-    epsilon: float | None,
-    pool_size: int,
-    sharpness: float,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
+def pair_backward(b: Backward[Pair]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dstats."""
-    slots = Slots(policy)
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, pool_size)
-    if m.empty:
-        return m.no_gradients(want_rows, want_cols)
-    half = m.symmetric and view == "dot" and not deterministic()
+    a = b.call
+    slots, m = Slots(a.policy), Matrix.of(a)
+    half = m.symmetric and a.view == "dot" and not deterministic()
     tiles, forward = m.tiles("half" if half else "backward"), m.tiles("forward")
-    (grad,) = m.poison(grad)
-    known = torch.where(torch.isneginf(stats), torch.inf, stats)  # a sum of nothing has no shares
-    of_rows = [m.row.sort(t) for t in (grad, known, thresholds)]
-    fields = (
-        m.row.sort(row_field),
-        m.col.sort(col_field),
-    )  # a rectangular kernel reads each from the one side that has it
+    (grad,) = m.poison(b.grad.stats)
+    known = torch.where(torch.isneginf(b.out.stats), torch.inf, b.out.stats)  # a sum of nothing has no shares
+    of_rows = [m.row.sort(t) for t in (grad, known, b.out.thresholds)]
+    # a rectangular kernel reads each from the one side that has it
+    fields = m.row.sort(a.row_field), m.col.sort(a.col_field)
 
     def run(own: Side, other: Side, is_row: bool) -> None:
         programs = triton.cdiv(own.size, tiles.rows) * (own.width // tiles.chunk) * own.pool
         splits = m.splits(programs, triton.cdiv(other.size, tiles.cols))
-        launches = 1 if view == "dot" else 2
+        launches = 1 if a.view == "dot" else 2
         splits = 1 if half else splits
         g = (own.x.new_zeros if half else own.x.new_empty)(launches * splits, *own.packed.shape)
         for exact, part in enumerate(g.split(splits)):
@@ -528,16 +483,16 @@ def pair_backward(
             launch(
                 pair_backward_kernel, grid, m.device,
                 own.packed, other.packed, own.squares, other.squares, *m.ranges(own, other), *fields, *fields, *of_rows,
-                *of_rows, flag, part, own.size, other.size, own.slice, other.slice, own.packed[0].numel(),
-                tile_count(m)[1], sharpness, *params(policy, policy_params), **slots.constants(policy),
-                MINES=epsilon is not None, OWN=is_row, OTHER=m.symmetric or not is_row,
-                SKIP=flags(policy, epsilon, view), EXACT=bool(exact), HALF=half, POOL=pool_size, CENTRES=own.pool,
-                SPLITS=splits, FLAG_ROWS=forward.rows, FLAG_COLS=forward.cols, GD=cut.chunk, **m.constants(cut),
+                *of_rows, b.out.saved, part, own.size, other.size, own.slice, other.slice, own.packed[0].numel(),
+                tile_count(m)[1], a.sharpness, *params(a.policy, a.params), **slots.constants(a.policy),
+                MINES=a.mines, OWN=is_row, OTHER=m.symmetric or not is_row, SKIP=flags(a), EXACT=bool(exact), HALF=half,
+                POOL=a.pool_size, CENTRES=own.pool, SPLITS=splits, FLAG_ROWS=forward.rows, FLAG_COLS=forward.cols,
+                GD=cut.chunk, **m.constants(cut),
             )  # fmt: skip
         own.take_gradient(g)
 
-    if want_rows:
+    if b.want_rows:
         run(m.row, m.col, True)
-    if want_cols and not m.symmetric:
+    if b.want_cols and not m.symmetric:
         run(m.col, m.row, False)
     return m.gradients()

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
+from pydml.declared import Extremes, Mined, Sample
 from pydml.triton_kernels import table
 from pydml.triton_kernels.matrix import Matrix, launch
 from pydml.triton_kernels.tile import dot_tile, is_near, members, span, squares
@@ -253,20 +253,9 @@ def merge(best: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     return top, torch.where(name == NOWHERE.value, -1, name)
 
 
-def extremes(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    positive: str,
-    negative: str,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def extremes(a: Extremes) -> tuple[Tensor, Tensor]:
     """Column of the easy/hard/semi-hard positive and negative of every row; -1 where it has none."""
-    m = Pairs(rows, cols, row_labels, col_labels, view, normalize)
-    if m.empty:
-        return tiled.extremes(rows, cols, row_labels, col_labels, positive, negative, view, normalize)
+    m, positive, negative = Pairs.of(a), a.positive, a.negative
     hard = 1 if negative == "hard" else -1
     if positive == "semihard":  # the hardest positive that is still nearer than the chosen negative
         u, n = m.extreme(False, hard)
@@ -277,23 +266,13 @@ def extremes(
             _, n = m.extreme(False, 1, torch.where(p < 0, -torch.inf, u))
         else:
             _, n = m.extreme(False, hard)
-    p, n = (m.row.unsort(index).to(row_labels.dtype) for index in (p, n))
+    p, n = (m.row.unsort(index).to(a.row_labels.dtype) for index in (p, n))
     return p, n
 
 
-def mined(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    epsilon: float | None,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mined(a: Mined) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Multi-Similarity's mined pairs (a1, p, a2, n); with no ``epsilon``, all pairs. How many waits for the device."""
-    m = Pairs(rows, cols, row_labels, col_labels, view, normalize)
-    if m.empty:
-        return tiled.mined(rows, cols, row_labels, col_labels, epsilon, view, normalize)
+    m, epsilon = Pairs.of(a), a.epsilon
     below = above = None
     if epsilon is not None:
         below = m.extreme(False, 1)[0] + epsilon
@@ -303,20 +282,11 @@ def mined(
     return a1, p, a2, n
 
 
-def sample(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    anchors: Tensor,
-    seed: Tensor,
-    cutoff: float,
-    nonzero_loss_cutoff: float,
-) -> Tensor:
+def sample(a: Sample) -> Tensor:
     """For each anchor a negative drawn with weight 1/q(D) by Gumbel-max, -1 where no weight is above 0."""
-    m = Pairs(rows, cols, row_labels, col_labels, "euclidean", True)
+    m, anchors = Pairs(a.rows, a.cols, a.row_labels, a.col_labels, "euclidean", True), a.anchors
     draws = anchors.shape[0]
-    if m.empty or not draws:
+    if not draws:
         return torch.full_like(anchors, -1)
     tiles = m.tiles("sample")
     grid = m.parts(tiles, draws, False)
@@ -324,7 +294,8 @@ def sample(
     where = torch.empty_like(best, dtype=torch.int32)
     places = m.row.unsort(torch.arange(m.row.size, dtype=torch.int32, device=m.device))
     launch(
-        sample_kernel, grid, m.device, *m.sides, m.first, m.last, m.names[1], places[anchors], seed, best, where,
-        *m.shape, draws, rows.shape[1], CUTOFF=cutoff, LIMIT=nonzero_loss_cutoff, SPLITS=grid[1], **m.constants(tiles),
+        sample_kernel, grid, m.device, *m.sides, m.first, m.last, m.names[1], places[anchors], a.seed, best, where,
+        *m.shape, draws, a.rows.shape[1], CUTOFF=a.cutoff, LIMIT=a.nonzero_loss_cutoff, SPLITS=grid[1],
+        **m.constants(tiles),
     )  # fmt: skip
     return merge(best, where)[1].to(anchors.dtype)

@@ -10,15 +10,13 @@ in the order of (i, j) are in the rows whose counts are needed to fill up k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pydml.declared import TopK
 from pydml.triton_kernels.matrix import launch
 from pydml.triton_kernels.pair import params
 from pydml.triton_kernels.policy import term
@@ -179,12 +177,12 @@ def collect_kernel(
 class Search(Pairs):
     """The search for the pairs of largest loss, step by step; ``run`` [1] is 0 where the device has to skip a step."""
 
-    def __init__(self, policy: str, numbers: Sequence[float], side: str, *matrix: Any) -> None:
-        super().__init__(*matrix)
+    def __init__(self, a: TopK) -> None:
+        super().__init__(a.rows, a.cols, a.row_labels, a.col_labels, a.view, a.normalize)
         self.kernel_tiles = self.tiles("topk")
-        self.positive = side == "positives"
-        self.numbers = params(policy, numbers)
-        self.chosen = {"POLICY": policy, "SIDE": side, **self.constants(self.kernel_tiles)}
+        self.positive = a.side == "positives"
+        self.numbers = params(a.policy, a.params)
+        self.chosen = {"POLICY": a.policy, "SIDE": a.side, **self.constants(self.kernel_tiles)}
 
     def full(self, value: int, size: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.full((size,), value, dtype=dtype, device=self.device)
@@ -252,27 +250,16 @@ def _largest(buffers: list[tuple[Tensor, Tensor, Tensor]], k: int, n_cols: int) 
     return torch.where(flat < 0, -1, flat // n_cols), torch.where(flat < 0, -1, flat % n_cols)
 
 
-def topk(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    policy: str,
-    policy_params: Sequence[float],
-    k: int,
-    side: str,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def topk(a: TopK) -> tuple[Tensor, Tensor]:
     """The k pairs (i, j) of largest loss, ties to the smaller (i, j); -1 beyond the last pair.
 
     Unordered pairs (i < j) where the columns are the rows, else every (row, column) pair.
     """
-    search = Search(policy, policy_params, side, rows, cols, row_labels, col_labels, view, normalize)
+    search, k = Search(a), a.k
     n_rows, n_cols = search.shape
     total = n_rows * (n_rows - 1) // 2 if search.symmetric else n_rows * n_cols
-    if not total or not k:
-        return row_labels.new_full((k,), -1), row_labels.new_full((k,), -1)
+    if not total:  # a row alone
+        return a.row_labels.new_full((k,), -1), a.row_labels.new_full((k,), -1)
     sample, rank = search.sampled(k)
     capacity = min(total, max(ROOM, 8 * k, 4 * rank * n_rows // sample))
     keys, pairs = search.buffer(capacity)
@@ -281,7 +268,7 @@ def topk(
         count, _ = search.collect(search.full(LOWEST, dtype=torch.int32), keys, pairs, always)
         return _largest([(keys, pairs, count)], k, n_cols)
 
-    listed = torch.arange(sample, dtype=torch.int64, device=rows.device) * n_rows // sample
+    listed = torch.arange(sample, dtype=torch.int64, device=search.device) * n_rows // sample
     guess = search.kth(search.full(rank), listed.to(torch.int32), always)
     count, ties = search.collect(guess, keys, pairs, always)
     wanted = search.number(total).clamp_max(k)

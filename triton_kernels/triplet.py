@@ -14,15 +14,14 @@ Swapped triplets run on the tiled engine.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
 from pydml.backends import class_limit
+from pydml.declared import Backward, Triplet
 from pydml.triton_kernels.functions import relu, sigmoid, softplus
 from pydml.triton_kernels.matrix import Matrix, Side, launch
 from pydml.triton_kernels.select import similarity
@@ -384,26 +383,24 @@ def triplet_backward_kernel(
 class Triplets(Matrix):
     """A matrix with the tables [P, R] of the positive pairs of one window."""
 
-    def __init__(
-        self, matrix: tuple[Any, ...], mode: str, margin: float, smooth: bool, view: str, normalize: bool
-    ) -> None:
-        super().__init__(*matrix, view, normalize)
-        self.semihard, self.margin, self.smooth = mode == "semihard", margin, smooth
+    def __init__(self, a: Triplet) -> None:
+        super().__init__(a.rows, a.cols, a.row_labels, a.col_labels, a.view, a.normalize)
+        self.semihard, self.margin, self.smooth = a.mode == "semihard", a.margin, a.smooth
         self.narrow = self.tiles("triplet")
         # Semi-hard negatives are compared with positives: equal rows have to give equal bits, by the same instructions.
-        self.tile = self.tiles("thresholds" if self.semihard or smooth else "sums")
+        self.tile = self.tiles("thresholds" if self.semihard or self.smooth else "sums")
         self.blocks = triton.cdiv(self.row.size, self.tile.rows)
         self.col_tiles = triton.cdiv(self.col.size, self.tile.cols)
         self.first, self.last = self.ranges(self.row, self.col)
         self.limit = class_limit(self.col.size)
-        if not self.empty:  # NaN for a promise that was broken
-            self.finite = self.finite & ((self.last - self.first).amax() <= self.limit)
+        # NaN for a promise that was broken
+        self.finite = self.finite & ((self.last - self.first).amax() <= self.limit)
         self.held = min(WINDOW, max(HELD, triton.next_power_of_2(self.col.size)))
         self.sides = self.row.packed, self.col.packed, self.row.squares, self.col.squares, self.first, self.last
         self.back = torch.empty_like(self.col.order).index_copy_(
             0, self.col.order, torch.arange(self.col.size, device=self.device)
         )
-        self.fixed = {"SMOOTH": smooth, "P": self.held, **self.constants(self.tile)}
+        self.fixed = {"SMOOTH": self.smooth, "P": self.held, **self.constants(self.tile)}
 
     def windows(self) -> Iterator[int]:
         """The first positive of every window, with the similarities of its positives."""
@@ -440,23 +437,9 @@ class Triplets(Matrix):
         return best - self.u + self.margin, self.back[name].to(place.dtype)
 
 
-def triplet(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    mode: str,
-    margin: float,
-    swap: bool,
-    smooth: bool,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def triplet(a: Triplet) -> tuple[Tensor, Tensor]:
     """Per anchor: the sum of its triplets' losses and how many of them are above 0."""
-    matrix = rows, cols, row_labels, col_labels
-    m = Triplets(matrix, mode, margin, smooth, view, normalize)
-    if swap or m.empty:
-        return tiled.triplet(*matrix, mode, margin, swap, smooth, view, normalize)
+    m = Triplets(a)
     splits = 1 if m.semihard else m.splits(m.blocks, m.col_tiles)
     total = m.row.x.new_zeros(splits, m.row.size)
     count = total.new_zeros(total.shape, dtype=torch.int64)
@@ -466,40 +449,21 @@ def triplet(
             launch(
                 semihard_kernel, (m.blocks,), m.device,
                 found, m.first, m.last, total, count, m.row.size, window,
-                SMOOTH=smooth, P=m.held, SYMMETRIC=m.symmetric, BM=m.tile.rows,
+                SMOOTH=m.smooth, P=m.held, SYMMETRIC=m.symmetric, BM=m.tile.rows,
             )  # fmt: skip
         else:
             launch(
                 triplet_forward_kernel, (m.blocks, splits), m.device,
-                *m.sides, m.u, m.least, total, count, *m.shape, window, margin, SPLITS=splits, **m.fixed,
+                *m.sides, m.u, m.least, total, count, *m.shape, window, m.margin, SPLITS=splits, **m.fixed,
             )  # fmt: skip
     sums, above = m.poison(m.row.unsort(total.sum(0)), m.row.unsort(count.sum(0).to(total.dtype)))
     return sums, above
 
 
-def triplet_backward(
-    grad: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    mode: str,
-    margin: float,
-    swap: bool,
-    smooth: bool,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
+def triplet_backward(b: Backward[Triplet]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dtotal [R]."""
-    matrix = rows, cols, row_labels, col_labels
-    m = Triplets(matrix, mode, margin, smooth, view, normalize)
-    if swap:
-        return tiled.triplet_backward(grad, *matrix, mode, margin, swap, smooth, view, normalize, want_rows, want_cols)
-    if m.empty:
-        return m.no_gradients(want_rows, want_cols)
-    grad = m.row.sort(grad)
+    m = Triplets(b.call)
+    grad = m.row.sort(b.grad.total)
     most = (m.last - m.first).amax()
 
     class Share:
@@ -510,24 +474,24 @@ def triplet_backward(
             self.blocks, self.tiles = triton.cdiv(own.size, m.narrow.rows), triton.cdiv(other.size, m.narrow.cols)
             self.splits = m.splits(self.blocks * (own.width // m.narrow.chunk), self.tiles)
             self.g = own.x.new_zeros(self.splits, *own.packed.shape)
-            self.flags = rows.new_zeros(self.blocks * self.tiles, dtype=torch.uint8)
+            self.flags = own.x.new_zeros(self.blocks * self.tiles, dtype=torch.uint8)
             self.ranges = m.ranges(own, other)
 
         def add(self, window: int, found: Tensor, place: Tensor) -> None:
             own, other = self.own, self.other
-            for cut in (m.narrow, m.tiles("exact"))[: 1 if view == "dot" else 2]:
+            for cut in (m.narrow, m.tiles("exact"))[: 1 if m.view == "dot" else 2]:
                 grid = triton.cdiv(own.size, cut.rows), own.width // cut.chunk, self.splits
                 launch(
                     triplet_backward_kernel, grid, m.device,
                     own.packed, other.packed, own.squares, other.squares, *self.ranges, m.u, m.least, found, place,
                     m.first, m.last, most, grad, self.flags, self.g, own.size, other.size, window, own.packed.numel(),
-                    self.tiles, margin, SEMIHARD=m.semihard, SMOOTH=smooth, OWN=self.is_row,
+                    self.tiles, m.margin, SEMIHARD=m.semihard, SMOOTH=m.smooth, OWN=self.is_row,
                     OTHER=m.symmetric or not self.is_row, EXACT=cut is not m.narrow, P=m.held, SPLITS=self.splits,
                     FLAG_ROWS=m.narrow.rows, FLAG_COLS=m.narrow.cols, GD=cut.chunk, **m.constants(cut),
                 )  # fmt: skip
 
-    shares = [Share(m.row, m.col, True)] if want_rows else []
-    if want_cols and not m.symmetric:
+    shares = [Share(m.row, m.col, True)] if b.want_rows else []
+    if b.want_cols and not m.symmetric:
         shares.append(Share(m.col, m.row, False))
     for window in m.windows():
         found, place = m.hold(window)
