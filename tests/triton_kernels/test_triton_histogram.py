@@ -30,7 +30,7 @@ def arguments(z: Tensor, labels: Tensor, ref: tuple[Tensor, Tensor] | None, node
 
 def check(arguments: Arguments, rtol: float = 1e-5, flat: float = 0.0) -> tuple[Tensor, ...]:
     """Counts and gradients are those of the tiled engine; ``flat`` is the share of the tables that has no slope."""
-    rows, cols, nodes = arguments[0], arguments[1], arguments[4]
+    rows, nodes = arguments[0], arguments[4]
     got, want = triton("histogram", *arguments), tiled("histogram", *arguments)
     assert len(got[2]) == saved_size("triton", op("histogram").read(arguments))
     for mine, theirs, side in zip(got, want[:2], ("positives", "negatives"), strict=False):
@@ -132,8 +132,8 @@ def test_nan_gives_nan_everywhere() -> None:
     given = arguments(z, labels, None, 11, "cosine")
     counts = triton("histogram", *given)
     assert counts[0].isnan().all() and counts[1].isnan().all()
-    gradient, _ = triton("histogram_backward", torch.zeros_like(counts[0]), torch.zeros_like(counts[0]), *counts, *given,
-                                            True, True)  # fmt: skip
+    grads = [torch.zeros_like(counts[0])] * 2
+    gradient, _ = triton("histogram_backward", *grads, *counts, *given, True, True)
     assert gradient.isnan().all()
 
 
