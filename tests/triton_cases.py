@@ -14,6 +14,8 @@ from helpers import generator
 from torch import Tensor
 
 import pydml
+from pydml.backends import kernel, run_kernel
+from pydml.declared import op
 
 WHY_NOT = pydml.backends()["triton"]
 needs_triton = pytest.mark.skipif(WHY_NOT is not None, reason=f"triton: {WHY_NOT}")
@@ -55,6 +57,16 @@ def lattice(regime: str, rows: int, cols: int | None, dim: int, dtype: torch.dty
         row_labels = torch.randperm(rows, generator=g)
         other = None if other is None else (other[0], rows + torch.randperm(len(other[0]), generator=g))
     return (x, None, row_labels, None) if other is None else (x, other[0], row_labels, other[1])
+
+
+def triton(name: str, *values: Any) -> Any:
+    """Run an op by its arguments, without its checks, on Triton or on what that yields to."""
+    return run_kernel(op(name).read(values), "triton")
+
+
+def tiled(name: str, *values: Any) -> Any:
+    """The same on the tiled engine."""
+    return kernel("tiled", name)(op(name).read(values))
 
 
 def assert_equal(got: Any, want: Any) -> None:

@@ -22,39 +22,50 @@ from pydml.triton_kernels.select import extremes, mined, sample
 from pydml.triton_kernels.topk import topk
 from pydml.triton_kernels.triplet import triplet, triplet_backward
 
-#: Engines by the names of the ops, and the place of ``rows`` among their arguments.
-ENGINES: dict[str, tuple[Kernel, int]] = {
-    "pair": (pair, 0),
-    "pair_backward": (pair_backward, 4),
-    "pair_saved": (pair_saved, 0),
-    "histogram": (histogram, 0),
-    "histogram_backward": (histogram_backward, 5),
-    "histogram_saved": (histogram_saved, 0),
-    "triplet": (triplet, 0),
-    "triplet_backward": (triplet_backward, 1),
-    "dots": (dots, 0),
-    "dots_backward": (dots_backward, 1),
-    "extremes": (extremes, 0),
-    "topk": (topk, 0),
-    "mined": (mined, 0),
-    "sample": (sample, 0),
-    "rank": (rank, 0),
-}
+#: Ops without a kernel here.
+MISSING = ("against", "below", "above", "positives")
 
 
-def _kernel(name: str, run: Kernel, place: int) -> Kernel:
-    """Triton for fp32, bf16 and fp16; fp64 is for checking, and runs on the tiled engines."""
-    plain: Kernel = tiled.KERNELS[name]
+def yields(a: Any) -> str | None:
+    """Why a call is left to the tiled engines, or None."""
+    first = getattr(a, a.sides[0])
+    if first.dtype == torch.float64:
+        return "the Triton kernels take fp32, bf16 and fp16, not fp64"
+    if a.op in MISSING:
+        return "there is no Triton kernel for it yet"
+    if a.op == "triplet" and a.swap:
+        return "the Triton kernels have no anchor-swapped triplets"
+    if a.op == "histogram" and a.view == "euclidean":
+        return "the Triton kernels count cosines and squared distances, not distances"
+    if hasattr(a, "row_labels") and not (first.shape[0] and (a.cols is None or a.cols.shape[0])):
+        return "the matrix has no rows or no columns"
+    return None
 
-    def choose(*arguments: Any) -> Any:
-        return (plain if arguments[place].dtype == torch.float64 else run)(*arguments)
 
-    return choose
-
-
+#: The engines of listed pairs and triplets are a few operations on top of ``dots``.
 KERNELS: dict[str, Kernel] = {
     **tiled.KERNELS,
+    **{
+        f.__name__: f
+        for f in (
+            pair,
+            pair_backward,
+            pair_saved,
+            histogram,
+            histogram_backward,
+            histogram_saved,
+            triplet,
+            triplet_backward,
+            dots,
+            dots_backward,
+            extremes,
+            topk,
+            mined,
+            sample,
+            rank,
+        )
+    },
+    **triplets_by(dots, dots_backward),
     "lacks": gpu_lacks,
-    **{name: _kernel(name, *engine) for name, engine in ENGINES.items()},
+    "yields": yields,
 }
-KERNELS |= triplets_by(KERNELS["dots"], KERNELS["dots_backward"])

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pydml.declared import Backward, Dots
 from pydml.tiled.sides import TINY, Matrix, Side
 from pydml.triton_kernels.matrix import launch
 from pydml.triton_kernels.tile import NEAR
@@ -88,40 +89,31 @@ def _forward(m: Matrix, i: Tensor, j: Tensor) -> Tensor:
     return u
 
 
-def _matrix(rows: Tensor, cols: Tensor | None, i: Tensor, view: str, normalize: bool) -> Matrix:
+def _matrix(a: Dots) -> Matrix:
     # S of rows that are not normalised is their product, however near they are
-    m = Matrix(rows, cols, i, None, "dot" if view == "cosine" and not normalize else view, normalize)
+    view = "dot" if a.view == "cosine" and not a.normalize else a.view
+    m = Matrix(a.rows, a.cols, a.i, None, view, a.normalize)
     for side in (m.row, m.col):
         side.x = side.x.contiguous()
     return m
 
 
-def dots(rows: Tensor, cols: Tensor | None, i: Tensor, j: Tensor, view: str, normalize: bool) -> Tensor:
+def dots(a: Dots) -> Tensor:
     """u [n] of the pairs (i, j)."""
-    m = _matrix(rows, cols, i, view, normalize)
-    (u,) = m.poison(_forward(m, i.contiguous(), j.contiguous()))
+    m = _matrix(a)
+    (u,) = m.poison(_forward(m, a.i.contiguous(), a.j.contiguous()))
     return u
 
 
-def dots_backward(
-    grad: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    i: Tensor,
-    j: Tensor,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
+def dots_backward(b: Backward[Dots]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/du [n]."""
-    m = _matrix(rows, cols, i, view, normalize)
-    i, j = i.contiguous(), j.contiguous()
-    (w,) = m.poison(grad)
-    if view == "euclidean":  # du = -(x-y)/D·dx, and at D=0 the gradient of D is 0
+    a = b.call
+    m, i, j = _matrix(a), a.i.contiguous(), a.j.contiguous()
+    (w,) = m.poison(b.grad.u)
+    if a.view == "euclidean":  # du = -(x-y)/D·dx, and at D=0 the gradient of D is 0
         u = _forward(m, i, j)
         w = w * torch.where(u < 0, 1 / u, 0)
-    elif view == "squared":
+    elif a.view == "squared":
         w = -2 * w
 
     def run(own: Side, other: Side, target: Tensor, source: Tensor) -> None:
@@ -131,13 +123,13 @@ def dots_backward(
         own.grad = torch.zeros_like(own.x)
         if len(w) and size:
             launch(dots_backward_kernel, (size, triton.cdiv(d, width)), w.device, own.x, other.x, entries, source, w,
-                   starts, own.grad, len(w), d, DISTANCE=view in ("euclidean", "squared"), BP=PAIRS, BD=width,
+                   starts, own.grad, len(w), d, DISTANCE=a.view in ("euclidean", "squared"), BP=PAIRS, BD=width,
                    num_warps=4)  # fmt: skip
 
-    if want_rows and m.symmetric:
+    if b.want_rows and m.symmetric:
         run(m.row, m.row, torch.cat((i, j)), torch.cat((j, i)))
-    elif want_rows:
+    elif b.want_rows:
         run(m.row, m.col, i, j)
-    if want_cols and not m.symmetric:
+    if b.want_cols and not m.symmetric:
         run(m.col, m.row, j, i)
     return m.gradients()

@@ -40,6 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pydml.backends import fp32_products, set_deterministic
+from pydml.declared import op
 from pydml.triton_kernels import KERNELS, table
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -112,6 +113,11 @@ class Outcome:
         return found
 
 
+def run(name: str, arguments: tuple[Any, ...]) -> Any:
+    """Call an engine with the arguments of its op."""
+    return KERNELS[name](op(name).read(arguments))
+
+
 def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Ops with arguments: each engine, forward and backward, in the variants that differ in their code."""
     n = len(z)
@@ -128,11 +134,17 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
         ("arcface", [0.5, 64.0], "cosine", None),
         ("dro_binomial", [2.0, 40.0, 0.5, 1.0, 1.0], "dot", None),
     ]
-    for policy, params, view, epsilon in pair_losses if all_policies else pair_losses[:2]:
-        for other in (None, cols) if epsilon else (None,):
+    selves = torch.arange(n)
+    for number, (policy, params, view, epsilon) in enumerate(pair_losses if all_policies else pair_losses[:2]):
+        kinds: list[tuple[Any, ...]] = [(None, None)]  # columns, and options
+        kinds += [(cols, None)] if epsilon else []
+        # rows among the columns, products and distances; the sides of blocks of columns
+        kinds += [(cols, selves)] if number < 2 else []
+        kinds += [(cols, selves, None, side) for side in ("positives", "negatives")] if number == 0 else []
+        for other, *options in kinds:
             of_cols = None if other is None else labels
-            rest = (other, labels, of_cols, field, field, policy, params, view, True, epsilon, 1, 0.0)
-            stats, thresholds, flag = KERNELS["pair"](z, *rest)
+            rest = (other, labels, of_cols, field, field, policy, params, view, True, epsilon, 1, 0.0, *options)
+            stats, thresholds, flag = run("pair", (z, *rest))
             yield "pair", (z, *rest)
             grads = (torch.ones_like(stats), stats, thresholds, flag, z, *rest, True, other is not None)
             yield "pair_backward", grads
@@ -145,25 +157,28 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
     yield "pair", (z, *pooled)
     stats = torch.zeros(n, 2)
     yield "pair_backward", (stats, stats, stats, torch.empty(0, dtype=torch.uint8), z, *pooled, True, True)
-    for view in ("dot", "squared"):
-        matrix_of = (z, None, labels, None)
-        yield "histogram", (*matrix_of, 11, -1.0, 1.0, view, True)
-        counts = torch.zeros(n, 11)
-        kept = torch.zeros(0, 2)
-        nodes = (11, -1.0, 1.0, view, True)
-        yield "histogram_backward", (counts, counts, counts, counts, kept, *matrix_of, *nodes, True, False)
-    for mode, smooth, view in (
-        ("all", False, "euclidean"),
-        ("all", True, "dot"),
-        ("semihard", False, "euclidean"),
-        ("semihard", True, "dot"),
-    ):
-        yield "triplet", (*matrix_of, mode, 0.2, False, smooth, view, True)
-        yield "triplet_backward", (field, *matrix_of, mode, 0.2, False, smooth, view, True, True, False)
-    for kinds in (("easy", "hard"), ("hard", "semihard"), ("semihard", "hard")):
-        yield "extremes", (*matrix_of, *kinds, "euclidean", True)
-    for view in ("dot", "euclidean"):
-        yield "topk", (*matrix_of, "dro_margin", [0.1, 0.5, 1.0, 1.0], 64, "all", view, True)
+    matrix_of, part_of = (z, None, labels, None), (z, cols, labels, labels)
+    for matrix, own in ((matrix_of, ()), (part_of, (selves,))):  # symmetric, and rows among the columns
+        wants = True, matrix is part_of
+        for view in ("dot", "squared"):
+            nodes = (11, -1.0, 1.0, view, True)
+            yield "histogram", (*matrix, *nodes, *own)
+            counts = torch.zeros(n, 11)
+            kept = torch.zeros(0, 2)
+            yield "histogram_backward", (counts, counts, counts, counts, kept, *matrix, *nodes, *own, *wants)
+        for mode, smooth, view in (
+            ("all", False, "euclidean"),
+            ("all", True, "dot"),
+            ("semihard", False, "euclidean"),
+            ("semihard", True, "dot"),
+        ):
+            how = (mode, 0.2, False, smooth, view, True)
+            yield "triplet", (*matrix, *how, *own)
+            yield "triplet_backward", (field, *matrix, *how, *own, *wants)
+        for strategy in (("easy", "hard"), ("hard", "semihard"), ("semihard", "hard")):
+            yield "extremes", (*matrix, *strategy, "euclidean", True, *own)
+        for view in ("dot", "euclidean"):
+            yield "topk", (*matrix, "dro_margin", [0.1, 0.5, 1.0, 1.0], 64, "all", view, True, *own)
     yield "mined", (*matrix_of, 0.1, "dot", True)
     yield "sample", (*matrix_of, torch.arange(n), torch.zeros((), dtype=torch.int64), 0.5, 1.4)
     yield "rank", (*matrix_of, True)
@@ -206,7 +221,7 @@ def variants(arch: str, math: str, width: int, all_policies: bool) -> list[Varia
         for module in modules:
             stack.enter_context(mock.patch.object(module, "launch", record))
         for name, arguments in calls(z, torch.arange(256) // 4, cols, all_policies):
-            KERNELS[name](*arguments)
+            run(name, arguments)
     return list(found)
 
 
@@ -241,8 +256,7 @@ def compile_variant(v: Variant) -> Outcome:
             file.flush()
             usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True,
                                    text=True, check=True).stdout  # fmt: skip
-        registers, spilled = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
-    else:
+        registers, spilled = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index] else:
         registers = int(re.search(r"\.vgpr_count:\s*(\d+)", assembly)[1])  # type: ignore[index]
         spilled = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)[1])  # type: ignore[index]
     return Outcome(**base, registers=registers, spilled=spilled, shared=binary.metadata.shared,

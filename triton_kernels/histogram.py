@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
+from pydml.declared import Backward, Histogram
+from pydml.tiled.histogram import density
 from pydml.triton_kernels.functions import relu
 from pydml.triton_kernels.matrix import Matrix, Side, launch, tiles_for
-from pydml.triton_kernels.tile import finish, members, negative_tile, negative_tiles, push, span, tile_u
+from pydml.triton_kernels.tile import finish, members, negative_tile, negative_tiles, push, span, tile_u, without_selves
 
 #: Nodes whose counts a program holds in registers; S is computed once for each block of them.
 NODE_BLOCK = 128
@@ -34,14 +35,18 @@ def place(u, low, inverse, nodes):
 
 @triton.jit
 def count(
-    h, tile, X, Y, X2, Y2, rows, first, last, RANGES, n_rows, n_cols, base, nodes, low, inverse,
+    h, tile, X, Y, X2, Y2, rows, first, last, RANGES, SELVES, n_rows, n_cols, base, nodes, low, inverse,
     POSITIVES: tl.constexpr, NB: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    MIXED: tl.constexpr,
 ):  # fmt: skip
     """Add a tile's positives, or negatives, to the counts h [BM, NB] of nodes base …"""
     cols = tile * BN + tl.arange(0, BN)
-    u, _ = tile_u(X, Y, X2, Y2, rows, cols, D, BM, BN, BD, VIEW, SYMMETRIC, False, PRECISION)
+    u, _ = tile_u(X, Y, X2, Y2, rows, cols, SELVES, n_rows, n_cols, D, BM, BN, BD, VIEW, SYMMETRIC, SELF, False,
+                  PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
+    if MIXED:
+        same = without_selves(same, rows, cols, SELVES, n_rows, n_cols, SELF)
     if POSITIVES:
         member = same & (rows < n_rows)[:, None]
     else:
@@ -62,9 +67,10 @@ def count(
 
 @triton.jit
 def histogram_forward_kernel(
-    X, Y, X2, Y2, FIRST, LAST, COUNTS, RANGES, n_rows, n_cols, nodes, low, inverse,
+    X, Y, X2, Y2, FIRST, LAST, COUNTS, RANGES, SELVES, n_rows, n_cols, nodes, low, inverse,
     POSITIVES: tl.constexpr, NB: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr,
-    SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    SYMMETRIC: tl.constexpr, SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Counts of BM rows at NB nodes over one part of the columns: of their positives, or of their negatives.
 
@@ -80,11 +86,11 @@ def histogram_forward_kernel(
     if not POSITIVES:
         for t in range(0, negative_tiles(start, stop, low_tile, high_tile)):
             tile = negative_tile(t, start, low_tile, high_tile)
-            h = count(h, tile, X, Y, X2, Y2, rows, first, last, RANGES, n_rows, n_cols, base, nodes, low, inverse,
-                      POSITIVES, NB, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION, False)  # fmt: skip
+            h = count(h, tile, X, Y, X2, Y2, rows, first, last, RANGES, SELVES, n_rows, n_cols, base, nodes, low,
+                      inverse, POSITIVES, NB, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, PRECISION, False)  # fmt: skip
     for tile in range(tl.maximum(low_tile, start), tl.minimum(high_tile, stop)):
-        h = count(h, tile, X, Y, X2, Y2, rows, first, last, RANGES, n_rows, n_cols, base, nodes, low, inverse,
-                  POSITIVES, NB, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION, True)  # fmt: skip
+        h = count(h, tile, X, Y, X2, Y2, rows, first, last, RANGES, SELVES, n_rows, n_cols, base, nodes, low, inverse,
+                  POSITIVES, NB, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, PRECISION, True)  # fmt: skip
     node = base + tl.arange(0, NB)
     at = (part.to(tl.int64) * n_rows + rows)[:, None] * nodes + node[None, :]
     tl.store(COUNTS + at, h, mask=(rows < n_rows)[:, None] & (node < nodes)[None, :])
@@ -113,15 +119,18 @@ def steep(anchors, n_anchors, i, j, RANGES, STEEP, range_tiles, nodes):
 
 @triton.jit
 def gather(
-    g, total, tile, X, Y, X2, Y2, first, last, rows, SLOPES, n_rows, n_cols, nodes, chunk, low, inverse,
+    g, total, tile, X, Y, X2, Y2, first, last, rows, SLOPES, SELVES, n_rows, n_cols, nodes, chunk, low, inverse,
     OWN: tl.constexpr, OTHER: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr, PRECISION: tl.constexpr,
+    SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr, PRECISION: tl.constexpr,
     MIXED: tl.constexpr,
 ):  # fmt: skip
     """Add one tile's share of dL/dx to g."""
     cols = tile * BN + tl.arange(0, BN)
-    u, _ = tile_u(X, Y, X2, Y2, rows, cols, D, BM, BN, BD, VIEW, SYMMETRIC, False, PRECISION)
+    u, _ = tile_u(X, Y, X2, Y2, rows, cols, SELVES, n_rows, n_cols, D, BM, BN, BD, VIEW, SYMMETRIC, SELF, False,
+                  PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
+    if MIXED:
+        same = without_selves(same, rows, cols, SELVES, n_rows, n_cols, SELF)
     w = tl.zeros_like(u)
     if OWN:  # the program's own rows are the anchors
         w += weights(u, same, diff, rows.to(tl.int64)[:, None], (rows < n_rows)[:, None], SLOPES, n_rows, low, inverse,
@@ -134,10 +143,11 @@ def gather(
 
 @triton.jit
 def histogram_backward_kernel(
-    X, Y, X2, Y2, FIRST, LAST, SLOPES, STEEP, RANGES, G, n_rows, n_cols, nodes, range_tiles, g_slice, low, inverse,
+    X, Y, X2, Y2, FIRST, LAST, SLOPES, STEEP, RANGES, SELVES, G, n_rows, n_cols, nodes, range_tiles, g_slice, low,
+    inverse,
     OWN: tl.constexpr, OTHER: tl.constexpr, SPLITS: tl.constexpr, RANGE_ROWS: tl.constexpr, RANGE_COLS: tl.constexpr,
-    D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    GD: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dL/dx of BM own rows, GD of its columns, over one part of the other side. OWN, OTHER: whose rows are anchors.
 
@@ -164,32 +174,20 @@ def histogram_backward_kernel(
                 live = live | steep(cols, n_cols, tile * BN // RANGE_ROWS, block * BM // RANGE_COLS + k, RANGES, STEEP,
                                     range_tiles, nodes)  # fmt: skip
         if live:
-            g, total = gather(g, total, tile, X, Y, X2, Y2, first, last, rows, SLOPES, n_rows, n_cols, nodes, chunk,
-                              low, inverse, OWN, OTHER, D, VIEW, SYMMETRIC, BM, BN, BD, GD, PRECISION,
+            g, total = gather(g, total, tile, X, Y, X2, Y2, first, last, rows, SLOPES, SELVES, n_rows, n_cols, nodes,
+                              chunk, low, inverse, OWN, OTHER, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, GD, PRECISION,
                               False)  # fmt: skip
     for tile in range(tl.maximum(low_tile, start), tl.minimum(high_tile, stop)):
-        g, total = gather(g, total, tile, X, Y, X2, Y2, first, last, rows, SLOPES, n_rows, n_cols, nodes, chunk, low,
-                          inverse, OWN, OTHER, D, VIEW, SYMMETRIC, BM, BN, BD, GD, PRECISION, True)  # fmt: skip
+        g, total = gather(g, total, tile, X, Y, X2, Y2, first, last, rows, SLOPES, SELVES, n_rows, n_cols, nodes, chunk,
+                          low, inverse, OWN, OTHER, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, GD, PRECISION,
+                          True)  # fmt: skip
     finish(g, total, X, G + part.to(tl.int64) * g_slice, rows, n_rows, chunk, D, GD, VIEW)
 
 
-def histogram(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    nodes: int,
-    low: float,
-    high: float,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def histogram(a: Histogram) -> tuple[Tensor, Tensor, Tensor]:
     """Soft counts [R, nodes] of positives and of negatives, and where each tile's negatives lie [tiles, 2]."""
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
-    ranges = m.row.x.new_empty(histogram_saved(rows, cols), 2)
-    if m.empty or view == "euclidean":
-        counts = tiled.histogram(rows, cols, row_labels, col_labels, nodes, low, high, view, normalize)
-        return counts[0], counts[1], ranges
+    m, nodes = Matrix.of(a), a.nodes
+    ranges = m.row.x.new_empty(histogram_saved(a), 2)
     tiles = m.tiles("counts")
     blocks, col_tiles = triton.cdiv(m.row.size, tiles.rows), triton.cdiv(m.col.size, tiles.cols)
     held = min(max(16, triton.next_power_of_2(nodes)), NODE_BLOCK)
@@ -202,8 +200,8 @@ def histogram(
         launch(
             histogram_forward_kernel, (blocks, splits, node_blocks), m.device,
             m.row.packed, m.col.packed, m.row.squares, m.col.squares, first, last, counts, ranges,
-            m.row.size, m.col.size, nodes, low, (nodes - 1) / (high - low),
-            POSITIVES=positives, NB=held, SPLITS=splits, **m.constants(tiles),
+            m.selves, m.row.size, m.col.size, nodes, a.low, density(a),
+            POSITIVES=positives, SELF=m.self_of(), NB=held, SPLITS=splits, **m.constants(tiles),
         )  # fmt: skip
         return m.row.unsort(counts.sum(0))
 
@@ -211,43 +209,19 @@ def histogram(
     return positives, negatives, ranges
 
 
-def histogram_saved(rows: Tensor, cols: Tensor | None) -> int:
+def histogram_saved(a: Histogram) -> int:
     """Tiles of which :func:`histogram` keeps the range."""
-    tiles = tiles_for(rows, cols, "counts")
-    n_cols = rows.shape[0] if cols is None else cols.shape[0]
-    return triton.cdiv(rows.shape[0], tiles.rows) * triton.cdiv(n_cols, tiles.cols)
+    tiles = tiles_for(a.rows, a.cols, "counts")
+    n_cols = (a.rows if a.cols is None else a.cols).shape[0]
+    return triton.cdiv(a.rows.shape[0], tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
 
-def histogram_backward(
-    grad_positives: Tensor,
-    grad_negatives: Tensor,
-    positives: Tensor,
-    negatives: Tensor,
-    ranges: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    nodes: int,
-    low: float,
-    high: float,
-    view: str,
-    normalize: bool,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
+def histogram_backward(b: Backward[Histogram]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dcounts."""
-    if view == "euclidean":
-        return tiled.histogram_backward(
-            grad_positives, grad_negatives, positives, negatives, ranges, rows, cols, row_labels, col_labels, nodes,
-            low, high, view, normalize, want_rows, want_cols,
-        )  # fmt: skip
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize)
-    if m.empty:
-        return m.no_gradients(want_rows, want_cols)
+    a = b.call
+    m, nodes, inverse = Matrix.of(a), a.nodes, density(a)
     tiles, forward = m.tiles("histogram"), m.tiles("counts")
-    inverse = (nodes - 1) / (high - low)
-    slopes = torch.stack([m.row.sort(g).diff(dim=1) * inverse for g in (grad_negatives, grad_positives)])
+    slopes = torch.stack([m.row.sort(g).diff(dim=1) * inverse for g in (b.grad.negatives, b.grad.positives)])
     # How many slopes of a row's negatives up to each node are not 0.
     steps = torch.nn.functional.pad((slopes[0] != 0).cumsum(1, dtype=torch.int32), (1, 0))
 
@@ -257,15 +231,15 @@ def histogram_backward(
         g = own.x.new_empty(splits, *own.packed.shape)
         launch(
             histogram_backward_kernel, (blocks, chunks, splits), m.device,
-            own.packed, other.packed, own.squares, other.squares, *m.ranges(own, other), slopes, steps, ranges, g,
-            own.size, other.size, nodes, triton.cdiv(m.col.size, forward.cols), own.packed.numel(), low, inverse,
-            OWN=is_row, OTHER=m.symmetric or not is_row, SPLITS=splits, RANGE_ROWS=forward.rows,
-            RANGE_COLS=forward.cols, GD=tiles.chunk, **m.constants(tiles),
+            own.packed, other.packed, own.squares, other.squares, *m.ranges(own, other), slopes, steps, b.out.ranges,
+            m.selves, g, own.size, other.size, nodes, triton.cdiv(m.col.size, forward.cols), own.packed.numel(), a.low,
+            inverse, SELF=m.self_of(is_row), OWN=is_row, OTHER=m.symmetric or not is_row, SPLITS=splits,
+            RANGE_ROWS=forward.rows, RANGE_COLS=forward.cols, GD=tiles.chunk, **m.constants(tiles),
         )  # fmt: skip
         own.take_gradient(*m.poison(g))
 
-    if want_rows:
+    if b.want_rows:
         run(m.row, m.col, True)
-    if want_cols and not m.symmetric:
+    if b.want_cols and not m.symmetric:
         run(m.col, m.row, False)
     return m.gradients()

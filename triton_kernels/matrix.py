@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 from torch.nn.functional import pad
+from typing_extensions import Self
 
 from pydml.backends import tf32
 from pydml.ops import traced
@@ -92,7 +93,7 @@ class Matrix:
     """The R×N matrix of oriented similarities that no kernel stores."""
 
     def __init__(self, rows: Tensor, cols: Tensor | None, row_labels: Tensor, col_labels: Tensor | None, view: str,
-                 normalize: bool, pool: int = 1) -> None:  # fmt: skip
+                 normalize: bool, pool: int = 1, selves: Tensor | None = None) -> None:  # fmt: skip
         self.symmetric, self.view = cols is None, view
         self.math = arithmetic(rows, cols)
         centre = sides.centre_of(rows, view, normalize)
@@ -100,21 +101,35 @@ class Matrix:
         other = row_labels if col_labels is None else col_labels
         self.col = self.row if cols is None else Side(cols, other, normalize, self.math, view, pool, centre)
         self.finite = self.row.finite & self.col.finite
+        #: Is a row of a rectangular matrix one of its columns? Its place among the sorted ones, in the order of rows.
+        self.has_selves = selves is not None
+        self.selves = self.row.order if selves is None else self.places(selves)
         self.arch = table.architecture(rows.device)
         self.device = rows.device
+
+    @classmethod
+    def of(cls, a: Any) -> Self:
+        """The matrix of a call of an op; metrics have no view, and most have no pools."""
+        view, pool, selves = getattr(a, "view", "dot"), getattr(a, "pool_size", 1), getattr(a, "selves", None)
+        return cls(a.rows, a.cols, a.row_labels, a.col_labels, view, a.normalize, pool, selves)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.row.size, self.col.size
 
-    @property
-    def empty(self) -> bool:
-        return not (self.row.size and self.col.size)
-
     def ranges(self, own: Side, other: Side) -> tuple[Tensor, Tensor]:
         """[first, last) of every own row's positives among the other side's rows, self included."""
         first = torch.searchsorted(other.labels, own.labels, out_int32=True)
         return first, torch.searchsorted(other.labels, own.labels, out_int32=True, right=True)
+
+    def places(self, selves: Tensor) -> Tensor:
+        """Sorted rows' own columns among the sorted ones, -1 for none, from numbers of columns."""
+        back = self.col.unsort(torch.arange(self.col.size, dtype=torch.int32, device=selves.device))
+        return torch.where(selves < 0, -1, back[selves.clamp_min(0)])[self.row.order]
+
+    def self_of(self, is_row: bool = True) -> int:
+        """Where the kernels look for a row's own column: see :func:`.tile.without_selves`."""
+        return (1 if is_row else 2) if self.has_selves else 0
 
     def tiles(self, kind: str) -> table.Tiles:
         return tiles_for(self.row.given, self.col.given, kind)
@@ -140,12 +155,6 @@ class Matrix:
     def poison(self, *values: Tensor) -> tuple[Tensor, ...]:
         """NaN in, NaN out: no comparison may hide a NaN or an infinity of the embeddings."""
         return tuple(torch.where(self.finite, v, torch.nan) for v in values)
-
-    def no_gradients(self, want_rows: bool, want_cols: bool) -> tuple[Tensor, Tensor]:
-        """Of a matrix without pairs."""
-        given = ((self.row.given, want_rows), (self.col.given, want_cols and not self.symmetric))
-        rows, cols = (torch.zeros_like(z) if wanted else z.new_empty(0) for z, wanted in given)
-        return rows, cols
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         g = self.row.gradient()

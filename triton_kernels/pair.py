@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
 from pydml.backends import deterministic
+from pydml.declared import Backward, Pair
 from pydml.policy import POLICIES, LogSumExp
 from pydml.triton_kernels.functions import LN2, LOG2E, product
 from pydml.triton_kernels.matrix import Matrix, Side, launch, tiles_for
@@ -33,19 +33,21 @@ from pydml.triton_kernels.tile import (
     span,
     tile_u,
     to_tf32,
+    without_selves,
 )
 
 
 @triton.jit
-def similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL: tl.constexpr, D: tl.constexpr,
-               VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-               EXACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, SELVES, n_rows, n_cols, sharpness, POOL: tl.constexpr,
+               D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, BD: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """u [BM, BN], is some pair too near, and of the pooled centres top = max t_c and Σ_c 2^(t_c - top).
 
     t = sharpness·log₂e·s, as :func:`gather` has it, to the last bit.
     """
     if POOL == 1:
-        u, near = tile_u(X, Y, X2, Y2, rows, cols, D, BM, BN, BD, VIEW, SYMMETRIC, EXACT, PRECISION)
+        u, near = tile_u(X, Y, X2, Y2, rows, cols, SELVES, n_rows, n_cols, D, BM, BN, BD, VIEW, SYMMETRIC, SELF, EXACT,
+                         PRECISION)  # fmt: skip
         return u, near, u, u
     else:  # U = Σ_c softmax_c(sharpness·s)·s, streamed over the centres
         top = tl.full((BM, BN), float("-inf"), tl.float32)
@@ -120,18 +122,20 @@ def wanted(FLAGS, flag_tiles, block, tile, OWN: tl.constexpr, OTHER: tl.constexp
 
 @triton.jit
 def visit(
-    top, sums, extreme, tile, X, Y, X2, Y2, rows, real, first, last, row, COL_FIELD, threshold, FLAG, n_cols, y_slice,
-    sharpness, p0, p1, p2, p3, p4,
+    top, sums, extreme, tile, X, Y, X2, Y2, rows, real, first, last, row, COL_FIELD, threshold, FLAG, SELVES, n_rows,
+    n_cols, y_slice, sharpness, p0, p1, p2, p3, p4,
     POLICY: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ACTIVE: tl.constexpr, POSITIVE: tl.constexpr,
     LSE: tl.constexpr, CONSTANT: tl.constexpr, MINES: tl.constexpr, MARK: tl.constexpr, EXACT: tl.constexpr,
-    POOL: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    POOL: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Add one tile to the statistics and the extremes, and note in FLAG whether it is live (1) and near (2)."""
     cols = tile * BN + tl.arange(0, BN)
-    u, near, _, _ = similarity(X, Y, X2, Y2, 0, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC, BM, BN, BD,
-                            EXACT, PRECISION)  # fmt: skip
+    u, near, _, _ = similarity(X, Y, X2, Y2, 0, y_slice, rows, cols, SELVES, n_rows, n_cols, sharpness, POOL, D, VIEW,
+                               SYMMETRIC, SELF, BM, BN, BD, EXACT, PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
+    if MIXED:
+        same = without_selves(same, rows, cols, SELVES, n_rows, n_cols, SELF)
     col = tl.load(COL_FIELD + cols, mask=cols < n_cols, other=0.0)[None, :]
     if VIEW != "dot" and not EXACT:  # near tiles are left to the exact launch
         same = same & (near == 0)
@@ -161,13 +165,13 @@ def visit(
 
 @triton.jit
 def pair_forward_kernel(
-    X, Y, X2, Y2, FIRST, LAST, ROW_FIELD, COL_FIELD, MINE, STATS, EXTREMES, FLAGS,
+    X, Y, X2, Y2, FIRST, LAST, ROW_FIELD, COL_FIELD, MINE, STATS, EXTREMES, FLAGS, SELVES,
     n_rows, n_cols, y_slice, flag_tiles, sharpness, p0, p1, p2, p3, p4,
     POLICY: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, ACTIVE: tl.constexpr, POSITIVE: tl.constexpr,
     LSE: tl.constexpr, CONSTANT: tl.constexpr, MINES: tl.constexpr, SPAN: tl.constexpr, MARK: tl.constexpr,
     EXACT: tl.constexpr, POOL: tl.constexpr, SPLITS: tl.constexpr, FLAG_ROWS: tl.constexpr, FLAG_COLS: tl.constexpr,
-    D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Statistics of BM rows over one part of the columns: the slots in ACTIVE, and the extremes that mining needs.
 
@@ -198,8 +202,8 @@ def pair_forward_kernel(
             if todo:
                 top, sums, extreme = visit(
                     top, sums, extreme, tile, X, Y, X2, Y2, rows, real, first, last, row, COL_FIELD, threshold, FLAG,
-                    n_cols, y_slice, sharpness, p0, p1, p2, p3, p4, POLICY, K, KP, ACTIVE, POSITIVE, LSE, CONSTANT,
-                    MINES, MARK, EXACT, POOL, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION, False,
+                    SELVES, n_rows, n_cols, y_slice, sharpness, p0, p1, p2, p3, p4, POLICY, K, KP, ACTIVE, POSITIVE,
+                    LSE, CONSTANT, MINES, MARK, EXACT, POOL, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, PRECISION, False,
                 )  # fmt: skip
     for tile in range(tl.maximum(low, start), tl.minimum(high, stop)):
         todo = True
@@ -208,8 +212,8 @@ def pair_forward_kernel(
         if todo:
             top, sums, extreme = visit(
                 top, sums, extreme, tile, X, Y, X2, Y2, rows, real, first, last, row, COL_FIELD, threshold, FLAG,
-                n_cols, y_slice, sharpness, p0, p1, p2, p3, p4, POLICY, K, KP, ACTIVE, POSITIVE, LSE, CONSTANT, MINES,
-                MARK, EXACT, POOL, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION, True,
+                SELVES, n_rows, n_cols, y_slice, sharpness, p0, p1, p2, p3, p4, POLICY, K, KP, ACTIVE, POSITIVE, LSE,
+                CONSTANT, MINES, MARK, EXACT, POOL, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, PRECISION, True,
             )  # fmt: skip
     at = part.to(tl.int64) * n_rows + rows
     if MINES == 1 or MINES == 2:
@@ -250,17 +254,20 @@ def weights(u, same, diff, row, col, GRAD, KNOWN, MINE, at, real, p0, p1, p2, p3
 @triton.jit
 def gather(
     g, total, tile, X, Y, X2, Y2, first, last, rows, X_ROW, X_COL, Y_ROW, Y_COL, X_GRAD, X_KNOWN, X_MINE, Y_GRAD,
-    Y_KNOWN, Y_MINE, G, n_rows, n_cols, x_slice, y_slice, centre, chunk, sharpness, p0, p1, p2, p3, p4,
+    Y_KNOWN, Y_MINE, G, SELVES, n_rows, n_cols, x_slice, y_slice, centre, chunk, sharpness, p0, p1, p2, p3, p4,
     POLICY: tl.constexpr, K: tl.constexpr, POSITIVE: tl.constexpr, LSE: tl.constexpr, CONSTANT: tl.constexpr,
     MINES: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, POOL: tl.constexpr, D: tl.constexpr,
-    VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr, PRECISION: tl.constexpr, MIXED: tl.constexpr,
+    VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr, EXACT: tl.constexpr, HALF: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr, PRECISION: tl.constexpr,
+    MIXED: tl.constexpr,
 ):  # fmt: skip
     """Add one tile's share of dL/dx to g."""
     cols = tile * BN + tl.arange(0, BN)
-    u, near, top, pooled = similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, sharpness, POOL, D, VIEW, SYMMETRIC,
-                                      BM, BN, BD, EXACT, PRECISION)  # fmt: skip
+    u, near, top, pooled = similarity(X, Y, X2, Y2, x_slice, y_slice, rows, cols, SELVES, n_rows, n_cols, sharpness,
+                                      POOL, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, EXACT, PRECISION)  # fmt: skip
     same, diff = members(rows, cols, first, last, n_cols, SYMMETRIC, MIXED)
+    if MIXED:
+        same = without_selves(same, rows, cols, SELVES, n_rows, n_cols, SELF)
     real_x, real_y = rows < n_rows, cols < n_cols
     w = tl.zeros_like(u)
     if OWN:  # the program's own rows are the anchors
@@ -299,13 +306,13 @@ def gather(
 
 @triton.jit
 def pair_backward_kernel(
-    X, Y, X2, Y2, FIRST, LAST, X_ROW, X_COL, Y_ROW, Y_COL, X_GRAD, X_KNOWN, X_MINE, Y_GRAD, Y_KNOWN, Y_MINE, FLAGS, G,
-    n_rows, n_cols, x_slice, y_slice, g_slice, flag_tiles, sharpness, p0, p1, p2, p3, p4,
+    X, Y, X2, Y2, FIRST, LAST, X_ROW, X_COL, Y_ROW, Y_COL, X_GRAD, X_KNOWN, X_MINE, Y_GRAD, Y_KNOWN, Y_MINE, FLAGS,
+    SELVES, G, n_rows, n_cols, x_slice, y_slice, g_slice, flag_tiles, sharpness, p0, p1, p2, p3, p4,
     POLICY: tl.constexpr, K: tl.constexpr, POSITIVE: tl.constexpr, LSE: tl.constexpr, CONSTANT: tl.constexpr,
     MINES: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, SKIP: tl.constexpr, EXACT: tl.constexpr,
     HALF: tl.constexpr, POOL: tl.constexpr, CENTRES: tl.constexpr, SPLITS: tl.constexpr, FLAG_ROWS: tl.constexpr,
-    FLAG_COLS: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr, PRECISION: tl.constexpr,
+    FLAG_COLS: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dL/dx of BM own rows (of one centre), GD of its columns, over one part of the other side.
 
@@ -333,9 +340,9 @@ def pair_backward_kernel(
         if todo:
             g, total = gather(
                 g, total, tile, X, Y, X2, Y2, first, last, rows, X_ROW, X_COL, Y_ROW, Y_COL, X_GRAD, X_KNOWN, X_MINE,
-                Y_GRAD, Y_KNOWN, Y_MINE, mine, n_rows, n_cols, x_slice, y_slice, centre, chunk, sharpness, p0, p1, p2,
-                p3, p4, POLICY, K, POSITIVE, LSE, CONSTANT, MINES, OWN, OTHER, POOL, D, VIEW, SYMMETRIC, EXACT, HALF,
-                BM, BN, BD, GD, PRECISION, False,
+                Y_GRAD, Y_KNOWN, Y_MINE, mine, SELVES, n_rows, n_cols, x_slice, y_slice, centre, chunk, sharpness, p0,
+                p1, p2, p3, p4, POLICY, K, POSITIVE, LSE, CONSTANT, MINES, OWN, OTHER, POOL, D, VIEW, SYMMETRIC, SELF,
+                EXACT, HALF, BM, BN, BD, GD, PRECISION, False,
             )  # fmt: skip
     for tile in range(tl.maximum(low, start), tl.minimum(high, stop)):
         todo = True
@@ -344,9 +351,9 @@ def pair_backward_kernel(
         if todo:
             g, total = gather(
                 g, total, tile, X, Y, X2, Y2, first, last, rows, X_ROW, X_COL, Y_ROW, Y_COL, X_GRAD, X_KNOWN, X_MINE,
-                Y_GRAD, Y_KNOWN, Y_MINE, mine, n_rows, n_cols, x_slice, y_slice, centre, chunk, sharpness, p0, p1, p2,
-                p3, p4, POLICY, K, POSITIVE, LSE, CONSTANT, MINES, OWN, OTHER, POOL, D, VIEW, SYMMETRIC, EXACT, HALF,
-                BM, BN, BD, GD, PRECISION, True,
+                Y_GRAD, Y_KNOWN, Y_MINE, mine, SELVES, n_rows, n_cols, x_slice, y_slice, centre, chunk, sharpness, p0,
+                p1, p2, p3, p4, POLICY, K, POSITIVE, LSE, CONSTANT, MINES, OWN, OTHER, POOL, D, VIEW, SYMMETRIC, SELF,
+                EXACT, HALF, BM, BN, BD, GD, PRECISION, True,
             )  # fmt: skip
     if HALF:
         at = rows.to(tl.int64)[:, None] * D + chunk + tl.arange(0, GD)[None, :]
@@ -358,13 +365,18 @@ def pair_backward_kernel(
 class Slots:
     """A policy's row statistics as the kernels' compile-time masks, a bit for each slot."""
 
-    def __init__(self, policy: str) -> None:
-        slots = POLICIES[policy].slots
+    def __init__(self, a: Pair) -> None:
+        slots = POLICIES[a.policy].slots
         self.count = len(slots)
         self.all = (1 << self.count) - 1
         self.positive = sum(1 << k for k, s in enumerate(slots) if s.side == "positives")
+        self.negative = self.all & ~self.positive
         self.lse = sum(1 << k for k, s in enumerate(slots) if isinstance(s, LogSumExp))
+        #: Of the sides that are visited.
+        self.active = {"both": self.all, "positives": self.positive, "negatives": self.negative}[a.side]
+        #: Slots without a gradient.
         self.constant = sum(1 << k for k, s in enumerate(slots) if not isinstance(s, LogSumExp) and s.constant)
+        self.constant |= self.all & ~self.active
 
     def constants(self, policy: str) -> dict[str, Any]:
         return {
@@ -381,19 +393,24 @@ class Slots:
             return parts[0]
         return self.choose(self.lse, parts.logsumexp(0), parts.sum(0))
 
+    def nothing(self, like: Tensor) -> Tensor:
+        """[n, K]: the statistics of no pairs; ``like`` [n, …]."""
+        of = [-torch.inf if self.lse >> k & 1 else 0.0 for k in range(self.count)]
+        return torch.stack([like.new_full((like.shape[0],), value) for value in of], 1)
+
     def choose(self, mask: int, given: Tensor, other: Tensor) -> Tensor:
         """[n, K]: a column of ``given`` where the mask has its bit. (A mask tensor would be copied to the device.)"""
         return torch.stack([(given if mask >> k & 1 else other)[:, k] for k in range(self.count)], 1)
 
 
-def marks(policy: str, epsilon: float | None) -> bool:
+def marks(a: Pair) -> bool:
     """Does the forward pass note which tiles are dead? Where weights can be exactly 0."""
-    return epsilon is not None or POLICIES[policy].sparse
+    return a.mines or POLICIES[a.policy].sparse or a.side == "positives"
 
 
-def flags(policy: str, epsilon: float | None, view: str) -> bool:
+def flags(a: Pair) -> bool:
     """Does it leave a byte for each tile: dead, live, near?"""
-    return view != "dot" or marks(policy, epsilon)
+    return a.view != "dot" or marks(a)
 
 
 def tile_count(m: Matrix) -> tuple[int, int]:
@@ -409,36 +426,19 @@ def params(policy: str, values: Sequence[float]) -> list[float]:
     return [*values, *([0.0] * (5 - len(values)))]
 
 
-def pair(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    row_field: Tensor | None,
-    col_field: Tensor | None,
-    policy: str,
-    policy_params: Sequence[float],
-    view: str,
-    normalize: bool,
-    epsilon: float | None,
-    pool_size: int,
-    sharpness: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def pair(a: Pair) -> tuple[Tensor, Tensor, Tensor]:
     """Row statistics [R, K], mining thresholds [R, 2], and a byte for each tile, where they are flagged."""
-    slots = Slots(policy)
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, pool_size)
-    if m.empty:
-        return tiled.pair(rows, cols, row_labels, col_labels, row_field, col_field, policy, policy_params, view,
-                          normalize, epsilon, pool_size, sharpness)  # fmt: skip
+    slots, m = Slots(a), Matrix.of(a)
     tiles = m.tiles("forward")
     blocks, col_tiles = tile_count(m)
     first, last = m.ranges(m.row, m.col)
-    fields = m.row.sort(row_field), m.col.sort(col_field)
-    flag = rows.new_empty(blocks * col_tiles if flags(policy, epsilon, view) else 0, dtype=torch.uint8)
+    fields = m.row.sort(a.row_field), m.col.sort(a.col_field)
+    # tiles that no launch visits are dead
+    flag = a.rows.new_zeros(blocks * col_tiles if flags(a) else 0, dtype=torch.uint8)
 
     def run(active: int, mines: int, span_only: bool, threshold: Tensor) -> tuple[Tensor, Tensor]:
         splits = 1 if span_only else m.splits(blocks, col_tiles)
-        launches = 1 if view == "dot" else 2
+        launches = 1 if a.view == "dot" else 2
         stats = m.row.x.new_empty(launches * splits, m.row.size, slots.count)
         extremes = m.row.x.new_empty(launches * splits, m.row.size if mines in (1, 2) else 0)
         for exact, (part, extreme) in enumerate(zip(stats.split(splits), extremes.split(splits), strict=True)):
@@ -446,80 +446,66 @@ def pair(
             launch(
                 pair_forward_kernel, (triton.cdiv(m.row.size, cut.rows), splits), m.device,
                 m.row.packed, m.col.packed, m.row.squares, m.col.squares, first, last, *fields, threshold, part,
-                extreme, flag, m.row.size, m.col.size, m.col.slice, col_tiles, sharpness,
-                *params(policy, policy_params), **slots.constants(policy), KP=triton.next_power_of_2(slots.count),
-                ACTIVE=active, MINES=mines,
-                SPAN=span_only, MARK=marks(policy, epsilon), EXACT=bool(exact), POOL=pool_size, SPLITS=splits,
-                FLAG_ROWS=tiles.rows, FLAG_COLS=tiles.cols, **m.constants(cut),
+                extreme, flag, m.selves, m.row.size, m.col.size, m.col.slice, col_tiles, a.sharpness,
+                *params(a.policy, a.params), **slots.constants(a.policy), KP=triton.next_power_of_2(slots.count),
+                ACTIVE=active, MINES=mines, SPAN=span_only, SELF=m.self_of(), MARK=marks(a), EXACT=bool(exact),
+                POOL=a.pool_size, SPLITS=splits, FLAG_ROWS=tiles.rows, FLAG_COLS=tiles.cols, **m.constants(cut),
             )  # fmt: skip
         return slots.merge(stats), extremes.amax(0)
 
-    thresholds = m.row.x.new_zeros(m.row.size, 2)
-    if epsilon is None:
-        stats, _ = run(slots.all, 0, False, first)
+    if a.epsilon is None:
+        stats, _ = run(slots.active, 0, a.side == "positives", first)
+        if a.side != "both":
+            stats = slots.choose(slots.active, stats, slots.nothing(stats))
+        thresholds = m.row.x.new_zeros(m.row.size, 2)
     else:  # the lowest positive is the threshold of negatives, the highest negative that of positives
-        _, lowest = run(0, 1, True, first)
-        above = -lowest - epsilon
-        negatives, highest = run(slots.all & ~slots.positive, 2, False, above)
-        below = highest + epsilon
-        positives, _ = run(slots.positive, 3, True, below)
+        bounds = None if a.bounds is None else m.row.sort(a.bounds)
+        if a.side != "both":
+            infinite = m.row.x.new_full((m.row.size,), torch.inf)
+            positives = negatives = slots.nothing(infinite)
+            highest = -infinite
+        if bounds is not None:
+            above = bounds[:, 1].contiguous()
+        elif a.side == "negatives":
+            above = infinite
+        else:
+            above = -run(0, 1, True, first)[1] - a.epsilon
+        if a.side != "positives":
+            negatives, highest = run(slots.negative, 2, False, above)
+        below = highest + a.epsilon if bounds is None or a.side == "negatives" else bounds[:, 0].contiguous()
+        if a.side != "negatives":
+            positives, _ = run(slots.positive, 3, True, below)
         stats = slots.choose(slots.positive, positives, negatives)
         thresholds = m.row.unsort(torch.stack((below, above), 1))
     (stats,) = m.poison(m.row.unsort(stats))
     return stats, thresholds, flag
 
 
-def pair_saved(rows: Tensor, cols: Tensor | None, policy: str, *rest: Any) -> int:
+def pair_saved(a: Pair) -> int:
     """Bytes that :func:`pair` keeps: one for each tile, where it flags them."""
-    _, view, _, epsilon, pool = rest[:5]
-    n_rows = rows.shape[0]
-    n_cols = n_rows if cols is None else cols.shape[0] // pool
-    if not (n_rows and n_cols and flags(policy, epsilon, view)):
+    if not flags(a):
         return 0
-    tiles = tiles_for(rows, cols, "forward")
+    tiles, n_rows = tiles_for(a.rows, a.cols, "forward"), a.rows.shape[0]
+    n_cols = n_rows if a.cols is None else a.cols.shape[0] // a.pool_size
     return triton.cdiv(n_rows, tiles.rows) * triton.cdiv(n_cols, tiles.cols)
 
 
-def pair_backward(
-    grad: Tensor,
-    stats: Tensor,
-    thresholds: Tensor,
-    flag: Tensor,
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    row_field: Tensor | None,
-    col_field: Tensor | None,
-    policy: str,
-    policy_params: Sequence[float],
-    view: str,
-    normalize: bool,
-    epsilon: float | None,
-    pool_size: int,
-    sharpness: float,
-    want_rows: bool,
-    want_cols: bool,
-) -> tuple[Tensor, Tensor]:
+def pair_backward(b: Backward[Pair]) -> tuple[Tensor, Tensor]:
     """dL/drows and dL/dcols from dL/dstats."""
-    slots = Slots(policy)
-    m = Matrix(rows, cols, row_labels, col_labels, view, normalize, pool_size)
-    if m.empty:
-        return m.no_gradients(want_rows, want_cols)
-    half = m.symmetric and view == "dot" and not deterministic()
+    a = b.call
+    slots, m = Slots(a), Matrix.of(a)
+    half = m.symmetric and a.view == "dot" and not deterministic()
     tiles, forward = m.tiles("half" if half else "backward"), m.tiles("forward")
-    (grad,) = m.poison(grad)
-    known = torch.where(torch.isneginf(stats), torch.inf, stats)  # a sum of nothing has no shares
-    of_rows = [m.row.sort(t) for t in (grad, known, thresholds)]
-    fields = (
-        m.row.sort(row_field),
-        m.col.sort(col_field),
-    )  # a rectangular kernel reads each from the one side that has it
+    (grad,) = m.poison(b.grad.stats)
+    known = torch.where(torch.isneginf(b.out.stats), torch.inf, b.out.stats)  # a sum of nothing has no shares
+    of_rows = [m.row.sort(t) for t in (grad, known, b.out.thresholds)]
+    # a rectangular kernel reads each from the one side that has it
+    fields = m.row.sort(a.row_field), m.col.sort(a.col_field)
 
     def run(own: Side, other: Side, is_row: bool) -> None:
         programs = triton.cdiv(own.size, tiles.rows) * (own.width // tiles.chunk) * own.pool
         splits = m.splits(programs, triton.cdiv(other.size, tiles.cols))
-        launches = 1 if view == "dot" else 2
+        launches = 1 if a.view == "dot" else 2
         splits = 1 if half else splits
         g = (own.x.new_zeros if half else own.x.new_empty)(launches * splits, *own.packed.shape)
         for exact, part in enumerate(g.split(splits)):
@@ -528,16 +514,17 @@ def pair_backward(
             launch(
                 pair_backward_kernel, grid, m.device,
                 own.packed, other.packed, own.squares, other.squares, *m.ranges(own, other), *fields, *fields, *of_rows,
-                *of_rows, flag, part, own.size, other.size, own.slice, other.slice, own.packed[0].numel(),
-                tile_count(m)[1], sharpness, *params(policy, policy_params), **slots.constants(policy),
-                MINES=epsilon is not None, OWN=is_row, OTHER=m.symmetric or not is_row,
-                SKIP=flags(policy, epsilon, view), EXACT=bool(exact), HALF=half, POOL=pool_size, CENTRES=own.pool,
-                SPLITS=splits, FLAG_ROWS=forward.rows, FLAG_COLS=forward.cols, GD=cut.chunk, **m.constants(cut),
+                *of_rows, b.out.saved, m.selves, part, own.size, other.size, own.slice, other.slice,
+                own.packed[0].numel(), tile_count(m)[1], a.sharpness, *params(a.policy, a.params),
+                **slots.constants(a.policy), MINES=a.mines, SELF=m.self_of(is_row), OWN=is_row,
+                OTHER=m.symmetric or not is_row, SKIP=flags(a), EXACT=bool(exact), HALF=half, POOL=a.pool_size,
+                CENTRES=own.pool, SPLITS=splits, FLAG_ROWS=forward.rows, FLAG_COLS=forward.cols, GD=cut.chunk,
+                **m.constants(cut),
             )  # fmt: skip
         own.take_gradient(g)
 
-    if want_rows:
+    if b.want_rows:
         run(m.row, m.col, True)
-    if want_cols and not m.symmetric:
+    if b.want_cols and not m.symmetric:
         run(m.col, m.row, False)
     return m.gradients()

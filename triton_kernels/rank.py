@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
+from pydml.declared import Rank
 from pydml.triton_kernels.matrix import Matrix, launch
 from pydml.triton_kernels.tile import dot_tile, members, span
 
@@ -98,16 +98,12 @@ def rank_kernel(
     tl.store(SHARE + at + 1, share1, mask=real)
 
 
-def rank(
-    rows: Tensor, cols: Tensor | None, row_labels: Tensor, col_labels: Tensor | None, normalize: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rank(a: Rank) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Per query: positives [R], negatives above the best one, hits and average precision among the first R.
 
     The last three are [R, 2]: ties between a positive and a negative in favour of the positive, then against it.
     """
-    m = Matrix(rows, cols, row_labels, col_labels, "dot", normalize)
-    if m.empty:
-        return tiled.rank(rows, cols, row_labels, col_labels, normalize)
+    m = Matrix.of(a)
     tiles = m.tiles("rank")
     number = torch.empty(m.row.size, dtype=torch.int32, device=m.device)
     above, hits = (number.new_empty(m.row.size, 2) for _ in "ah")
@@ -119,5 +115,5 @@ def rank(
     )  # fmt: skip
     precision = share / number.clamp_min(1)[:, None]
     number, above, hits, precision = (m.row.unsort(t) for t in (number, above, hits, precision))
-    kind = row_labels.dtype
+    kind = a.row_labels.dtype
     return number.to(kind), above.to(kind), hits.to(kind), precision

@@ -13,17 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pydml import tiled
+from pydml.declared import Extremes, Mined, Sample
 from pydml.triton_kernels import table
 from pydml.triton_kernels.matrix import Matrix, launch
-from pydml.triton_kernels.tile import dot_tile, is_near, members, span, squares
+from pydml.triton_kernels.tile import dot_tile, is_near, members, span, squares, without_selves
 
 NOWHERE: tl.constexpr = tl.constexpr(2147483647)
 
 
 @triton.jit
-def similarity(X, Y, X2, Y2, rows, cols, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def similarity(X, Y, X2, Y2, rows, cols, SELVES, n_rows, n_cols, D: tl.constexpr, VIEW: tl.constexpr,
+               SYMMETRIC: tl.constexpr, SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+               PRECISION: tl.constexpr):  # fmt: skip
     """u [BM, BN], each pair by itself, whatever else is in its tile: equal columns are equals wherever they stand."""
     s = dot_tile(X, Y, rows, cols, D, BM, BN, BD, PRECISION)
     if VIEW == "dot":
@@ -34,6 +35,7 @@ def similarity(X, Y, X2, Y2, rows, cols, D: tl.constexpr, VIEW: tl.constexpr, SY
         near = is_near(d2, size, D)
         if SYMMETRIC:
             near = near & (rows[:, None] != cols[None, :])
+        near = without_selves(near, rows, cols, SELVES, n_rows, n_cols, SELF)
         if tl.max(near.to(tl.int32)) > 0:
             d2 = tl.where(near, squares(X, Y, rows, cols, D, BM, BN), d2)
         if VIEW == "cosine":
@@ -79,10 +81,10 @@ def better(best, where, value, name, member):
 
 @triton.jit
 def extremes_kernel(
-    X, Y, X2, Y2, FIRST, LAST, ORDER, BOUND, BEST, WHERE, n_rows, n_cols,
+    X, Y, X2, Y2, FIRST, LAST, ORDER, BOUND, BEST, WHERE, SELVES, n_rows, n_cols,
     POSITIVE: tl.constexpr, SIGN: tl.constexpr, BOUNDED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
-    VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The largest SIGN·u of each row on one side, and where; BOUNDED: of positives above BOUND, of negatives below."""
     rows, part = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1)
@@ -95,8 +97,11 @@ def extremes_kernel(
         bound = tl.load(BOUND + rows, mask=real, other=0.0)[:, None]
     for tile in range(start, stop):
         cols = tile * BN + tl.arange(0, BN)
-        u = similarity(X, Y, X2, Y2, rows, cols, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION)
+        u = similarity(X, Y, X2, Y2, rows, cols, SELVES, n_rows, n_cols, D, VIEW, SYMMETRIC, SELF, BM, BN, BD,
+                       PRECISION)  # fmt: skip
         member = side(rows, cols, first, last, n_cols, (tile >= low) & (tile < high), POSITIVE, SYMMETRIC)
+        if POSITIVE:
+            member = without_selves(member, rows, cols, SELVES, n_rows, n_cols, SELF)
         if BOUNDED:
             if POSITIVE:
                 member = member & (u > bound)
@@ -135,7 +140,8 @@ def mined_kernel(
         cols = tile * BN + tl.arange(0, BN)
         member = side(rows, cols, first, last, n_cols, (tile >= low) & (tile < high), POSITIVE, SYMMETRIC)
         if BOUNDED:
-            u = similarity(X, Y, X2, Y2, rows, cols, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION)
+            u = similarity(X, Y, X2, Y2, rows, cols, FIRST, n_rows, n_cols, D, VIEW, SYMMETRIC, 0, BM, BN, BD,
+                           PRECISION)  # fmt: skip
             if POSITIVE:
                 member = member & (u < bound)
             else:
@@ -180,7 +186,7 @@ def sample_kernel(
     where = tl.full((BM,), NOWHERE, tl.int32)
     for tile in range(start, stop):
         cols = tile * BN + tl.arange(0, BN)
-        u = similarity(X, Y, X2, Y2, rows, cols, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION)
+        u = similarity(X, Y, X2, Y2, rows, cols, FIRST, n_rows, n_cols, D, VIEW, SYMMETRIC, 0, BM, BN, BD, PRECISION)
         member = side(rows, cols, first, last, n_cols, (tile >= low) & (tile < high), False, SYMMETRIC)
         name = tl.load(ORDER + cols, mask=cols < n_cols, other=0)[None, :]
         d = tl.maximum(-u.to(tl.float64), CUTOFF)
@@ -196,8 +202,8 @@ def sample_kernel(
 class Pairs(Matrix):
     """A matrix with what the select kernels take."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.names = [side.order.to(torch.int32) for side in (self.row, self.col)]
         self.sides = (self.row.packed, self.col.packed, self.row.squares, self.col.squares)
         self.first, self.last = self.ranges(self.row, self.col)
@@ -215,7 +221,7 @@ class Pairs(Matrix):
         where = torch.empty_like(best, dtype=torch.int32)
         launch(
             extremes_kernel, grid, self.device, *self.sides, self.first, self.last, self.names[1],
-            best if bound is None else bound, best, where, *self.shape,
+            best if bound is None else bound, best, where, self.selves, *self.shape, SELF=self.self_of(),
             POSITIVE=positive, SIGN=sign, BOUNDED=bound is not None, SPLITS=grid[1], **self.constants(tiles),
         )  # fmt: skip
         top, name = merge(best, where)
@@ -253,47 +259,32 @@ def merge(best: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     return top, torch.where(name == NOWHERE.value, -1, name)
 
 
-def extremes(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    positive: str,
-    negative: str,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def extremes(a: Extremes) -> tuple[Tensor, Tensor]:
     """Column of the easy/hard/semi-hard positive and negative of every row; -1 where it has none."""
-    m = Pairs(rows, cols, row_labels, col_labels, view, normalize)
-    if m.empty:
-        return tiled.extremes(rows, cols, row_labels, col_labels, positive, negative, view, normalize)
-    hard = 1 if negative == "hard" else -1
+    m, positive, negative = Pairs.of(a), a.positive, a.negative
+    nowhere = m.first.new_full((m.row.size,), -1)
+
+    def chosen(is_positive: bool, how: str, bound: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """u and column; «easy» is the most similar positive, the least similar negative."""
+        if how == "none":
+            return m.row.x.new_zeros(m.row.size), nowhere
+        return m.extreme(is_positive, 1 if (how == "easy") == is_positive else -1, bound)
+
     if positive == "semihard":  # the hardest positive that is still nearer than the chosen negative
-        u, n = m.extreme(False, hard)
-        _, p = m.extreme(True, -1, torch.where(n < 0, torch.inf, u))
+        u, n = chosen(False, "hard" if negative == "hard" else "none" if negative == "none" else "easy")
+        _, p = chosen(True, positive, torch.where(n < 0, torch.inf, u))
     else:
-        u, p = m.extreme(True, 1 if positive == "easy" else -1)
-        if negative == "semihard":  # the hardest negative that is still farther than the chosen positive
-            _, n = m.extreme(False, 1, torch.where(p < 0, -torch.inf, u))
-        else:
-            _, n = m.extreme(False, hard)
-    p, n = (m.row.unsort(index).to(row_labels.dtype) for index in (p, n))
+        u, p = chosen(True, positive)
+        # the hardest negative that is still farther than the chosen positive
+        bound = torch.where(p < 0, -torch.inf, u) if negative == "semihard" else None
+        _, n = chosen(False, negative, bound)
+    p, n = (m.row.unsort(index).to(a.row_labels.dtype) for index in (p, n))
     return p, n
 
 
-def mined(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    epsilon: float | None,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def mined(a: Mined) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Multi-Similarity's mined pairs (a1, p, a2, n); with no ``epsilon``, all pairs. How many waits for the device."""
-    m = Pairs(rows, cols, row_labels, col_labels, view, normalize)
-    if m.empty:
-        return tiled.mined(rows, cols, row_labels, col_labels, epsilon, view, normalize)
+    m, epsilon = Pairs.of(a), a.epsilon
     below = above = None
     if epsilon is not None:
         below = m.extreme(False, 1)[0] + epsilon
@@ -303,20 +294,11 @@ def mined(
     return a1, p, a2, n
 
 
-def sample(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    anchors: Tensor,
-    seed: Tensor,
-    cutoff: float,
-    nonzero_loss_cutoff: float,
-) -> Tensor:
+def sample(a: Sample) -> Tensor:
     """For each anchor a negative drawn with weight 1/q(D) by Gumbel-max, -1 where no weight is above 0."""
-    m = Pairs(rows, cols, row_labels, col_labels, "euclidean", True)
+    m, anchors = Pairs(a.rows, a.cols, a.row_labels, a.col_labels, "euclidean", True), a.anchors
     draws = anchors.shape[0]
-    if m.empty or not draws:
+    if not draws:
         return torch.full_like(anchors, -1)
     tiles = m.tiles("sample")
     grid = m.parts(tiles, draws, False)
@@ -324,7 +306,8 @@ def sample(
     where = torch.empty_like(best, dtype=torch.int32)
     places = m.row.unsort(torch.arange(m.row.size, dtype=torch.int32, device=m.device))
     launch(
-        sample_kernel, grid, m.device, *m.sides, m.first, m.last, m.names[1], places[anchors], seed, best, where,
-        *m.shape, draws, rows.shape[1], CUTOFF=cutoff, LIMIT=nonzero_loss_cutoff, SPLITS=grid[1], **m.constants(tiles),
+        sample_kernel, grid, m.device, *m.sides, m.first, m.last, m.names[1], places[anchors], a.seed, best, where,
+        *m.shape, draws, a.rows.shape[1], CUTOFF=a.cutoff, LIMIT=a.nonzero_loss_cutoff, SPLITS=grid[1],
+        **m.constants(tiles),
     )  # fmt: skip
     return merge(best, where)[1].to(anchors.dtype)

@@ -76,6 +76,22 @@ def members(rows, cols, first, last, n_cols, SYMMETRIC: tl.constexpr, MIXED: tl.
 
 
 @triton.jit
+def without_selves(mask, rows, cols, SELVES, n_rows, n_cols, SELF: tl.constexpr):
+    """Clear in ``mask`` [BM, BN] the pairs of a row and its own column, where a rectangular matrix has such.
+
+    SELF: 0 it has none, 1 SELVES [n_rows] has the column of each row, -1 for none, 2 [n_cols] the row of each column.
+    """
+    if SELF == 1:
+        own = tl.load(SELVES + rows, mask=rows < n_rows, other=-1)
+        return mask & (own[:, None] != cols[None, :])
+    elif SELF == 2:
+        own = tl.load(SELVES + cols, mask=cols < n_cols, other=-1)
+        return mask & (own[None, :] != rows[:, None])
+    else:
+        return mask
+
+
+@triton.jit
 def span(FIRST, LAST, rows, n_rows, BN: tl.constexpr):
     """The tiles [low, high) of columns among which the positives of a block of rows lie; others are all negative."""
     first = tl.load(FIRST + rows, mask=rows < n_rows, other=1 << 30)  # beyond all, and far from overflow
@@ -109,8 +125,9 @@ def push_near(g, q, X, Y, rows, cols, chunk, D: tl.constexpr, GD: tl.constexpr):
 
 
 @triton.jit
-def tile_u(X, Y, X2, Y2, rows, cols, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-           VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+def tile_u(X, Y, X2, Y2, rows, cols, SELVES, n_rows, n_cols, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+           BD: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr, EXACT: tl.constexpr,
+           PRECISION: tl.constexpr):  # fmt: skip
     """u [BM, BN], and whether some pair is too near for D² = ‖x‖²+‖y‖²-2S; EXACT takes it from differences instead."""
     if VIEW == "dot":
         return dot_tile(X, Y, rows, cols, D, BM, BN, BD, PRECISION), False
@@ -131,6 +148,7 @@ def tile_u(X, Y, X2, Y2, rows, cols, D: tl.constexpr, BM: tl.constexpr, BN: tl.c
         near = is_near(d2, size, D)
         if SYMMETRIC:
             near = near & (rows[:, None] != cols[None, :])
+        near = without_selves(near, rows, cols, SELVES, n_rows, n_cols, SELF)
         some = tl.max(near.to(tl.int32)) > 0
         if VIEW == "cosine":
             return s, some

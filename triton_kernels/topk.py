@@ -10,20 +10,18 @@ in the order of (i, j) are in the rows whose counts are needed to fill up k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pydml.declared import TopK
 from pydml.triton_kernels.matrix import launch
 from pydml.triton_kernels.pair import params
 from pydml.triton_kernels.policy import term
 from pydml.triton_kernels.select import Pairs, part_of, side, similarity
-from pydml.triton_kernels.tile import members, span
+from pydml.triton_kernels.tile import members, span, without_selves
 
 #: Pairs that fit into the buffer, if more than a few times k.
 ROOM = 1 << 14
@@ -37,12 +35,12 @@ NO_PAIR = (1 << 63) - 1
 
 @triton.jit
 def loss_keys(
-    X, Y, X2, Y2, rows, cols, first, last, n_cols, mixed, p0, p1, p2, p3, p4, POLICY: tl.constexpr, SIDE: tl.constexpr,
-    HALF: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    X, Y, X2, Y2, rows, cols, first, last, SELVES, n_rows, n_cols, mixed, p0, p1, p2, p3, p4, POLICY: tl.constexpr,
+    SIDE: tl.constexpr, HALF: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr,
+    SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The losses of a tile as int32 in their order, and which pairs count; HALF: each unordered pair once."""
-    u = similarity(X, Y, X2, Y2, rows, cols, D, VIEW, SYMMETRIC, BM, BN, BD, PRECISION)
+    u = similarity(X, Y, X2, Y2, rows, cols, SELVES, n_rows, n_cols, D, VIEW, SYMMETRIC, SELF, BM, BN, BD, PRECISION)
     if SIDE == "positives" or SIDE == "negatives":
         loss = term(POLICY, 0 if SIDE == "positives" else 1, u, 0.0, 0.0, p0, p1, p2, p3, p4)
         member = side(rows, cols, first, last, n_cols, mixed, SIDE == "positives", SYMMETRIC)
@@ -54,6 +52,8 @@ def loss_keys(
             loss = tl.where(same, term(POLICY, 0, u, 0.0, 0.0, p0, p1, p2, p3, p4), loss)
         if SYMMETRIC:
             member = member & (rows[:, None] != cols[None, :])
+    if SIDE != "negatives":
+        member = without_selves(member, rows, cols, SELVES, n_rows, n_cols, SELF)
     if HALF:
         member = member & (rows[:, None] < cols[None, :])
     bits = tl.where(loss == 0, 0.0, loss).to(tl.int32, bitcast=True)  # -0 is 0
@@ -62,10 +62,11 @@ def loss_keys(
 
 @triton.jit
 def digits_kernel(
-    X, Y, X2, Y2, FIRST, LAST, ROWS, RUN, PREFIX, HISTOGRAM, n_rows, n_cols, n_listed, p0, p1, p2, p3, p4,
+    X, Y, X2, Y2, FIRST, LAST, ROWS, RUN, PREFIX, HISTOGRAM, SELVES, n_rows, n_cols, n_listed, p0, p1, p2, p3,
+    p4,
     POLICY: tl.constexpr, SIDE: tl.constexpr, LISTED: tl.constexpr, SHIFT: tl.constexpr, BITS: tl.constexpr,
-    SPLITS: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, D: tl.constexpr, VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """How many keys that begin as PREFIX does have each value of the next digit. LISTED: of the rows in ROWS only."""
     if tl.load(RUN) == 0:
@@ -86,9 +87,9 @@ def digits_kernel(
     prefix = tl.load(PREFIX).to(tl.uint32)
     for tile in range(start, stop):
         cols = tile * BN + tl.arange(0, BN)
-        key, member = loss_keys(X, Y, X2, Y2, rows, cols, first, last, n_cols, (tile >= low) & (tile < high),
-                                p0, p1, p2, p3, p4, POLICY, SIDE, HALF, D, VIEW, SYMMETRIC, BM, BN, BD,
-                                PRECISION)  # fmt: skip
+        key, member = loss_keys(X, Y, X2, Y2, rows, cols, first, last, SELVES, n_rows, n_cols,
+                                (tile >= low) & (tile < high), p0, p1, p2, p3, p4, POLICY, SIDE, HALF, D, VIEW,
+                                SYMMETRIC, SELF, BM, BN, BD, PRECISION)  # fmt: skip
         key = key.to(tl.uint32, bitcast=True) ^ 0x80000000
         member = member & real[:, None]
         if SHIFT + BITS < 32:
@@ -104,11 +105,11 @@ def digits_kernel(
 
 @triton.jit
 def collect_kernel(
-    X, Y, X2, Y2, FIRST, LAST, ROW_ORDER, COL_ORDER, RUN, THRESHOLD, TIES, START, NEEDED, CURSOR, KEYS, PAIRS,
+    X, Y, X2, Y2, FIRST, LAST, ROW_ORDER, COL_ORDER, RUN, THRESHOLD, TIES, START, NEEDED, CURSOR, KEYS, PAIRS, SELVES,
     n_rows, n_cols, capacity, p0, p1, p2, p3, p4,
     POLICY: tl.constexpr, SIDE: tl.constexpr, TIED: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr,
-    VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    VIEW: tl.constexpr, SYMMETRIC: tl.constexpr, SELF: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Append the pairs above THRESHOLD in any order, and add to TIES [i] how many equal it.
 
@@ -138,9 +139,9 @@ def collect_kernel(
                 col_start = tl.load(START + col_name, mask=cols < n_cols, other=9223372036854775807)
                 look = look | (tl.min(col_start, 0) < needed)
         if look:
-            key, member = loss_keys(X, Y, X2, Y2, rows, cols, first, last, n_cols, (tile >= low) & (tile < high),
-                                    p0, p1, p2, p3, p4, POLICY, SIDE, SYMMETRIC, D, VIEW, SYMMETRIC, BM, BN, BD,
-                                    PRECISION)  # fmt: skip
+            key, member = loss_keys(X, Y, X2, Y2, rows, cols, first, last, SELVES, n_rows, n_cols,
+                                    (tile >= low) & (tile < high), p0, p1, p2, p3, p4, POLICY, SIDE, SYMMETRIC, D, VIEW,
+                                    SYMMETRIC, SELF, BM, BN, BD, PRECISION)  # fmt: skip
             member = member & real[:, None]
             i, j = row_name[:, None], col_name[None, :]
             tie = member & (key == threshold)
@@ -179,12 +180,12 @@ def collect_kernel(
 class Search(Pairs):
     """The search for the pairs of largest loss, step by step; ``run`` [1] is 0 where the device has to skip a step."""
 
-    def __init__(self, policy: str, numbers: Sequence[float], side: str, *matrix: Any) -> None:
-        super().__init__(*matrix)
+    def __init__(self, a: TopK) -> None:
+        super().__init__(a.rows, a.cols, a.row_labels, a.col_labels, a.view, a.normalize, selves=a.selves)
         self.kernel_tiles = self.tiles("topk")
-        self.positive = side == "positives"
-        self.numbers = params(policy, numbers)
-        self.chosen = {"POLICY": policy, "SIDE": side, **self.constants(self.kernel_tiles)}
+        self.positive = a.side == "positives"
+        self.numbers = params(a.policy, a.params)
+        self.chosen = {"POLICY": a.policy, "SIDE": a.side, "SELF": self.self_of(), **self.constants(self.kernel_tiles)}
 
     def full(self, value: int, size: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.full((size,), value, dtype=dtype, device=self.device)
@@ -202,8 +203,8 @@ class Search(Pairs):
             histogram = self.full(0, 1 << bits)
             launch(
                 digits_kernel, grid, self.device, *self.sides, self.first, self.last,
-                self.first if rows is None else rows, run, prefix, histogram, *self.shape, n_listed, *self.numbers,
-                LISTED=rows is not None, SHIFT=shift, BITS=bits, SPLITS=grid[1], **self.chosen,
+                self.first if rows is None else rows, run, prefix, histogram, self.selves, *self.shape, n_listed,
+                *self.numbers, LISTED=rows is not None, SHIFT=shift, BITS=bits, SPLITS=grid[1], **self.chosen,
             )  # fmt: skip
             from_here = histogram.flip(0).cumsum(0).flip(0)  # keys with this digit or a larger one
             digit = ((from_here >= rank).sum(0, keepdim=True) - 1).clamp_min(0)
@@ -219,17 +220,18 @@ class Search(Pairs):
         launch(
             collect_kernel, grid, self.device, *self.sides, self.first, self.last, *self.names, run, threshold, ties,
             cursor if start is None else start, cursor if needed is None else needed, cursor, keys, pairs,
-            *self.shape, len(keys), *self.numbers, TIED=start is not None, SPLITS=grid[1], **self.chosen,
+            self.selves, *self.shape, len(keys), *self.numbers, TIED=start is not None, SPLITS=grid[1], **self.chosen,
         )  # fmt: skip
         return cursor, ties
 
     def number(self, total: int) -> Tensor:
-        """Pairs of the side [1]; ``total`` of both."""
+        """Pairs of the side [1]; ``total`` of both, and of rows with their own columns."""
         same = (self.last - self.first).sum(dtype=torch.int64)[None]
+        own = (self.selves >= 0).sum(dtype=torch.int64)[None] if self.has_selves else self.full(0)
         if self.symmetric:
             same = (same - self.row.size) // 2
-        sides = {"positives": same, "negatives": total - same}
-        return sides.get(self.chosen["SIDE"], self.full(total))
+        sides = {"positives": same - own, "negatives": total - same, "all": total - own}
+        return sides[self.chosen["SIDE"]]
 
     def sampled(self, k: int) -> tuple[int, int]:
         """Rows of the sample, and the rank in it that about 2k of all pairs are above."""
@@ -252,27 +254,16 @@ def _largest(buffers: list[tuple[Tensor, Tensor, Tensor]], k: int, n_cols: int) 
     return torch.where(flat < 0, -1, flat // n_cols), torch.where(flat < 0, -1, flat % n_cols)
 
 
-def topk(
-    rows: Tensor,
-    cols: Tensor | None,
-    row_labels: Tensor,
-    col_labels: Tensor | None,
-    policy: str,
-    policy_params: Sequence[float],
-    k: int,
-    side: str,
-    view: str,
-    normalize: bool,
-) -> tuple[Tensor, Tensor]:
+def topk(a: TopK) -> tuple[Tensor, Tensor]:
     """The k pairs (i, j) of largest loss, ties to the smaller (i, j); -1 beyond the last pair.
 
     Unordered pairs (i < j) where the columns are the rows, else every (row, column) pair.
     """
-    search = Search(policy, policy_params, side, rows, cols, row_labels, col_labels, view, normalize)
+    search, k = Search(a), a.k
     n_rows, n_cols = search.shape
     total = n_rows * (n_rows - 1) // 2 if search.symmetric else n_rows * n_cols
-    if not total or not k:
-        return row_labels.new_full((k,), -1), row_labels.new_full((k,), -1)
+    if not total:  # a row alone
+        return a.row_labels.new_full((k,), -1), a.row_labels.new_full((k,), -1)
     sample, rank = search.sampled(k)
     capacity = min(total, max(ROOM, 8 * k, 4 * rank * n_rows // sample))
     keys, pairs = search.buffer(capacity)
@@ -281,7 +272,7 @@ def topk(
         count, _ = search.collect(search.full(LOWEST, dtype=torch.int32), keys, pairs, always)
         return _largest([(keys, pairs, count)], k, n_cols)
 
-    listed = torch.arange(sample, dtype=torch.int64, device=rows.device) * n_rows // sample
+    listed = torch.arange(sample, dtype=torch.int64, device=search.device) * n_rows // sample
     guess = search.kth(search.full(rank), listed.to(torch.int32), always)
     count, ties = search.collect(guess, keys, pairs, always)
     wanted = search.number(total).clamp_max(k)

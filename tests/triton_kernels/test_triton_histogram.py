@@ -9,16 +9,14 @@ import pytest
 import torch
 from helpers import assert_close, generator, make_batch
 from torch import Tensor
+from triton_cases import WHY_NOT, needs_triton, tiled, triton
 
 import pydml
-from pydml import tiled
+from pydml.backends import saved_size
+from pydml.declared import op
 
-WHY_NOT = pydml.backends()["triton"]
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"triton: {WHY_NOT}")
+pytestmark = needs_triton
 if WHY_NOT is None:
-    import honest
-
-    honest.install()
     engine: Any = importlib.import_module("pydml.triton_kernels.histogram")
 
 SPANS = {"dot": (-1.0, 1.0), "cosine": (-1.0, 1.0), "euclidean": (-2.0, 0.0), "squared": (-4.0, 0.0)}
@@ -32,17 +30,17 @@ def arguments(z: Tensor, labels: Tensor, ref: tuple[Tensor, Tensor] | None, node
 
 def check(arguments: Arguments, rtol: float = 1e-5, flat: float = 0.0) -> tuple[Tensor, ...]:
     """Counts and gradients are those of the tiled engine; ``flat`` is the share of the tables that has no slope."""
-    rows, cols, nodes = arguments[0], arguments[1], arguments[4]
-    got, want = engine.histogram(*arguments), tiled.histogram(*arguments)
-    assert len(got[2]) == engine.histogram_saved(rows, cols)
+    rows, nodes = arguments[0], arguments[4]
+    got, want = triton("histogram", *arguments), tiled("histogram", *arguments)
+    assert len(got[2]) == saved_size("triton", op("histogram").read(arguments))
     for mine, theirs, side in zip(got, want[:2], ("positives", "negatives"), strict=False):
         assert_close(mine, theirs, 1e-4, side)
     tables = torch.randn(2, len(rows), nodes, generator=generator(len(rows), nodes))
     tables[:, :, : int(flat * nodes)] = 1.0
     for side, mine, theirs in zip(
         ("rows", "columns"),
-        engine.histogram_backward(*tables, *got, *arguments, True, True),
-        tiled.histogram_backward(*tables, *want, *arguments, True, True),
+        triton("histogram_backward", *tables, *got, *arguments, True, True),
+        tiled("histogram_backward", *tables, *want, *arguments, True, True),
         strict=True,
     ):
         assert mine.dtype == theirs.dtype
@@ -96,7 +94,7 @@ def test_tiles_where_tables_are_flat_are_not_computed_again(monkeypatch: pytest.
     g = generator(3)
     centres = torch.eye(3, 8).repeat_interleave(32, 0)  # negatives at S = 0, positives at S = 1
     given = arguments(centres + 0.01 * torch.randn(96, 8, generator=g), torch.arange(96) // 32, None, 21, "dot")
-    counts = engine.histogram(*given)
+    counts = triton("histogram", *given)
     tables = torch.zeros(2, 96, 21)
     tables[1, :, 14:] = torch.randn(96, 7, generator=g)  # flat around 0
     tables[0] = torch.randn(96, 21, generator=g)
@@ -104,10 +102,10 @@ def test_tiles_where_tables_are_flat_are_not_computed_again(monkeypatch: pytest.
     for kept, all_of_it in ((counts, False), ((*counts[:2], nowhere), True)):
         visited = []
         monkeypatch.setattr(engine, "gather", spy(engine.gather, visited))
-        got, _ = engine.histogram_backward(*tables, *kept, *given, True, True)
+        got, _ = triton("histogram_backward", *tables, *kept, *given, True, True)
         monkeypatch.undo()
         assert len(visited) == (9 if all_of_it else 3)  # 3×3 tiles, the mixed ones always
-        assert_close(got, tiled.histogram_backward(*tables, *kept, *given, True, True)[0], 1e-5)
+        assert_close(got, tiled("histogram_backward", *tables, *kept, *given, True, True)[0], 1e-5)
 
 
 def spy(function: Any, calls: list[int]) -> Any:
@@ -132,10 +130,10 @@ def test_nan_gives_nan_everywhere() -> None:
     z, labels = make_batch("random", 40, 8, 4, 0, torch.float32)
     z[5, 2] = torch.nan
     given = arguments(z, labels, None, 11, "cosine")
-    counts = engine.histogram(*given)
+    counts = triton("histogram", *given)
     assert counts[0].isnan().all() and counts[1].isnan().all()
-    gradient, _ = engine.histogram_backward(torch.zeros_like(counts[0]), torch.zeros_like(counts[0]), *counts, *given,
-                                            True, True)  # fmt: skip
+    grads = [torch.zeros_like(counts[0])] * 2
+    gradient, _ = triton("histogram_backward", *grads, *counts, *given, True, True)
     assert gradient.isnan().all()
 
 

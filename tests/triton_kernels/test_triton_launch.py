@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 PRETENDED = """
 import importlib, time, torch, triton, pydml
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table as kept
-backends, ops = (importlib.import_module(f"pydml.{name}") for name in ("backends", "ops"))
+backends, declared, ops = (importlib.import_module(f"pydml.{name}") for name in ("backends", "declared", "ops"))
 backends._reasons.pop("triton", None)
 backends._tables["triton"] = importlib.import_module("pydml.triton_kernels").KERNELS
 launches = []
@@ -27,8 +27,8 @@ triton.JITFunction.run = lambda self, *_, **__: launches.append(self.fn.__name__
 
 def step(z, y):
     params = [-2.0, 0.5, 50.0, 0.5]
-    matrix = (z, None, y, None, None, None, "exponential", params, "dot", True, 0.1, 1, 1.0, "triton")
-    return ops.pair(*matrix)[0].sum()
+    matrix = (z, None, y, None, None, None, "exponential", params, "dot", True, 0.1, 1, 1.0)
+    return ops.call(declared.op("pair").read(matrix), "triton")[0].sum()
 
 z, y = torch.randn(40, 16, requires_grad=True), torch.arange(40) // 4
 """

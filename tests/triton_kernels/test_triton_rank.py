@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_batch
-from triton_cases import REGIMES, SHAPES, WHY_NOT, assert_equal, lattice, needs_triton
+from triton_cases import REGIMES, SHAPES, WHY_NOT, assert_equal, lattice, needs_triton, tiled, triton
 
 import pydml
-from pydml import tiled
 
 pytestmark = needs_triton
 if WHY_NOT is None:
@@ -25,7 +24,7 @@ def _few_positives_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(*arguments: Any) -> None:
-    got, want = engine.rank(*arguments), tiled.rank(*arguments)
+    got, want = triton("rank", *arguments), tiled("rank", *arguments)
     assert_equal(got[:3], want[:3])
     torch.testing.assert_close(got[3], want[3], rtol=1e-14, atol=0)
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from helpers import generator, make_batch, run
 from torch import Tensor
-from triton_cases import WHY_NOT, needs_triton
+from triton_cases import WHY_NOT, needs_triton, tiled, triton
 
 import pydml
-from pydml import tiled
 from pydml.losses import LOSSES
 from pydml.policy import POLICIES, LogSumExp
 
@@ -130,11 +129,11 @@ def kinds(x: Tensor) -> str:
 def overflows_as_tiled(z: Tensor, row: Tensor | None, col: Tensor | None, policy: str, view: str) -> str:
     """What kinds of statistics there are."""
     arguments = (z, None, LABELS, None, row, col, policy, PARAMS[policy], view, False, None, 1, 0.0)
-    got, want = engine.pair(*arguments), tiled.KERNELS["pair"](*arguments)
+    got, want = triton("pair", *arguments), tiled("pair", *arguments)
     assert kinds(got[0]) == kinds(want[0])
     grad = torch.ones_like(want[0])
-    mine = engine.pair_backward(grad, *got, *arguments, True, False)[0]
-    theirs = tiled.KERNELS["pair_backward"](grad, *want, *arguments, True, False)[0]
+    mine = triton("pair_backward", grad, *got, *arguments, True, False)[0]
+    theirs = tiled("pair_backward", grad, *want, *arguments, True, False)[0]
     assert kinds(mine) == kinds(theirs)
     return kinds(want[0])
 

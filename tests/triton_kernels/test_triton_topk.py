@@ -9,10 +9,9 @@ import pytest
 import torch
 from helpers import assert_close, make_batch
 from torch import Tensor
-from triton_cases import REGIMES, SHAPES, WHY_NOT, assert_equal, lattice, needs_triton
+from triton_cases import REGIMES, SHAPES, WHY_NOT, assert_equal, lattice, needs_triton, tiled, triton
 
 import pydml
-from pydml import tiled
 
 pytestmark = needs_triton
 if WHY_NOT is None:
@@ -41,7 +40,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def check(matrix: Any, k: int, side: str, view: str = "dot") -> None:
     arguments = (*matrix, *MARGIN, k, side, view, False)
-    assert_equal(engine.topk(*arguments), tiled.topk(*arguments))
+    assert_equal(triton("topk", *arguments), tiled("topk", *arguments))
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -62,7 +61,7 @@ def test_a_good_guess_ends_it(steps: list[bool], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine, "SAMPLE", 70)
     z, labels = make_batch("random", 70, 16, 9, dtype=torch.float32)
     arguments = (z, None, labels, None, *MARGIN, 9, "all", "dot", True)
-    assert_equal(engine.topk(*arguments), tiled.topk(*arguments))
+    assert_equal(triton("topk", *arguments), tiled("topk", *arguments))
     assert steps == [True, False, False]
 
 
@@ -80,8 +79,8 @@ def test_equals_of_the_guess_are_taken_in_order(steps: list[bool]) -> None:
         "dot",
         False,
     )
-    i, j = engine.topk(*arguments)
-    assert_equal((i, j), tiled.topk(*arguments))
+    i, j = triton("topk", *arguments)
+    assert_equal((i, j), tiled("topk", *arguments))
     assert i[20:].tolist() == [0] * 10
     assert j[20:].tolist() == list(range(2, 12))
     assert steps == [True, False, True]
@@ -120,7 +119,7 @@ def test_beyond_the_last_pair_there_is_none(steps: list[bool]) -> None:
         for matrix in (lattice("random", 13, None, 4), lattice("no positives", 40, None, 4)):
             check(matrix, 1000, side)
     for size in ((0, None), (1, None), (0, 5), (5, 0)):
-        i, j = engine.topk(*lattice("random", *size, 4), *MARGIN, 3, "all", "dot", True)
+        i, j = triton("topk", *lattice("random", *size, 4), *MARGIN, 3, "all", "dot", True)
         assert i.tolist() == j.tolist() == [-1, -1, -1]
 
 
@@ -138,6 +137,6 @@ def test_smooth_losses_are_as_large_as_those_of_tiled(steps: list[bool]) -> None
 def test_nan_stays_in_sight(steps: list[bool]) -> None:
     z, labels = make_batch("random", 40, 8, 4, dtype=torch.float32)
     z[5, 3] = torch.nan
-    i, j = engine.topk(z, None, labels, None, *MARGIN, 9, "all", "dot", True)
+    i, j = triton("topk", z, None, labels, None, *MARGIN, 9, "all", "dot", True)
     assert bool(((i >= -1) & (i < 40) & (j >= -1) & (j < 40)).all())
     assert pydml.losses.DROTopKLoss(k=9)(z, labels, backend="triton").isnan()

@@ -9,16 +9,12 @@ import pytest
 import torch
 from helpers import assert_close, generator, make_batch
 from torch import Tensor
+from triton_cases import WHY_NOT, needs_triton, tiled, triton
 
 import pydml
-from pydml import tiled
 
-WHY_NOT = pydml.backends()["triton"]
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"triton: {WHY_NOT}")
+pytestmark = needs_triton
 if WHY_NOT is None:
-    import honest
-
-    honest.install()
     engine: Any = importlib.import_module("pydml.triton_kernels.triplet")
 
 KINDS = {"hinge": ("all", False), "smooth": ("all", True), "semihard": ("semihard", False)}
@@ -42,12 +38,12 @@ def arguments(
 
 def check(arguments: Arguments, rtol: float = 1e-5) -> None:
     """Losses, counts (exactly) and gradients are those of the tiled engine."""
-    total, count = engine.triplet(*arguments)
-    want_total, want_count = tiled.triplet(*arguments)
+    total, count = triton("triplet", *arguments)
+    want_total, want_count = tiled("triplet", *arguments)
     assert_close(total, want_total, 1e-5, "losses")
     assert count.tolist() == want_count.tolist()
     grad = torch.randn(len(total), generator=generator(len(total)))
-    got, want = (f.triplet_backward(grad, *arguments, True, True) for f in (engine, tiled))
+    got, want = (run("triplet_backward", grad, *arguments, True, True) for run in (triton, tiled))
     for side, mine, theirs in zip(("rows", "columns"), got, want, strict=True):
         assert mine.dtype == theirs.dtype
         assert_close(mine, theirs, rtol, f"gradient of {side}")
@@ -103,8 +99,8 @@ def test_a_promise_of_small_classes_spares_rounds_and_is_not_believed_blindly(
         check(given)
     assert launches.count("positives_kernel") == 2
     with pydml.largest_class(most - 1):
-        assert all(t.isnan().all() for t in engine.triplet(*given))
-        assert engine.triplet_backward(torch.ones(34), *given, True, True)[0].isnan().all()
+        assert all(t.isnan().all() for t in triton("triplet", *given))
+        assert triton("triplet_backward", torch.ones(34), *given, True, True)[0].isnan().all()
 
 
 @over_kinds
@@ -134,7 +130,7 @@ def test_semihard_ties_go_to_the_smallest_column() -> None:
     z[[10, 20, 30]] = 0.9 * z[39] + 0.1 * z[0]
     labels[10], labels[20], labels[30] = 500, -3, 200  # sorted by label, 20 comes first
     given = arguments(z, labels, None, "semihard", "dot", 1.0)
-    gradient, _ = engine.triplet_backward(torch.ones(40), *given, True, True)
+    gradient, _ = triton("triplet_backward", torch.ones(40), *given, True, True)
     assert gradient[10].abs().amax() > 0
     assert gradient[[20, 30]].abs().amax() == 0
     check(given)
@@ -152,10 +148,10 @@ def test_half_precision_rows_are_exact_operands(dtype: torch.dtype, kind: str) -
 def test_swapped_triplets_are_those_of_tiled() -> None:
     z, labels = make_batch("trained", 34, 8, 6, 0, torch.float32)
     given = (z, None, labels, None, "all", 0.2, True, False, "euclidean", True)
-    for got, want in zip(engine.triplet(*given), tiled.triplet(*given), strict=True):
+    for got, want in zip(triton("triplet", *given), tiled("triplet", *given), strict=True):
         assert_close(got, want, 1e-6)
     grad = torch.ones(34)
-    got, want = (f.triplet_backward(grad, *given, True, True)[0] for f in (engine, tiled))
+    got, want = (run("triplet_backward", grad, *given, True, True)[0] for run in (triton, tiled))
     assert_close(got, want, 1e-6)
 
 
@@ -164,9 +160,9 @@ def test_nan_gives_nan_everywhere(kind: str) -> None:
     z, labels = make_batch("random", 34, 8, 4, 0, torch.float32)
     z[5, 2] = torch.nan
     given = arguments(z, labels, None, kind, "euclidean")
-    total, count = engine.triplet(*given)
+    total, count = triton("triplet", *given)
     assert total.isnan().all() and count.isnan().all()
-    assert engine.triplet_backward(torch.zeros(34), *given, True, True)[0].isnan().all()
+    assert triton("triplet_backward", torch.zeros(34), *given, True, True)[0].isnan().all()
 
 
 @over_kinds
