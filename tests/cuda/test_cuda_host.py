@@ -29,7 +29,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "pair": [(None, None, "mean", [], "dot", True, epsilon, 1, 1.0) for epsilon in (None, 0.1)],
     "histogram": [(5, -1.0, 1.0, "dot", True)],
     "extremes": [("hard", "semihard", "dot", True), ("semihard", "hard", "dot", True)],
-    "topk": [(*MARGIN, k, side, "dot", True) for k in (4, 30000) for side in ("both", "positives")],
+    "topk": [(*MARGIN, k, side, "dot", True) for k in (4, 30000) for side in ("all", "positives")],
     "rank": [(True,)],
     "triplet": [(mode, 0.1, False, smooth, "dot", True) for mode in ("all", "semihard") for smooth in (False, True)],
 }
@@ -41,7 +41,7 @@ def kernels() -> Iterator[dict[str, Any]]:
     with emulation.kernels() as table, torch.library._scoped_library("pydml_cuda_emulated", "FRAGMENT") as library:
         for name in cuda.ENGINES.keys() - {"dots_backward"} | {"prepare", "finish", "gather"}:
             torch.library.register_fake(f"pydml_cuda_emulated::{name}", lambda *_: None, lib=library)
-        yield table
+        yield emulation.by_position(table)
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
