@@ -148,6 +148,19 @@ def kernels() -> Iterator[dict[str, Any]]:
             os.environ["PYDML_CUDA_EMULATED"] = before
 
 
+@contextlib.contextmanager
+def backend() -> Iterator[dict[str, Any]]:
+    """The same, and ``cuda-emulated`` as a backend of pydml, for as long as this lasts."""
+    from pydml.backends import _reasons, _tables
+
+    reason = _reasons.pop("cuda-emulated", None)
+    with kernels() as table:
+        yield table
+    if reason is not None:
+        _tables.pop("cuda-emulated", None)
+        _reasons["cuda-emulated"] = reason
+
+
 def by_position(table: dict[str, Any]) -> dict[str, Any]:
     """The kernels of a backend by op, each of which takes the op's arguments in their order."""
     from pydml.declared import CALLS, op

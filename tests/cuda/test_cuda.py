@@ -31,7 +31,7 @@ from torch import Tensor
 
 import pydml
 from pydml import cuda, tiled
-from pydml.backends import _reasons, _tables, resolve
+from pydml.backends import resolve
 from pydml.cuda.matrix import VIEWS
 from pydml.declared import Dots
 from pydml.policy import POLICIES
@@ -56,13 +56,9 @@ TILED = emulation.by_position(tiled.KERNELS)
 @pytest.fixture(scope="module", autouse=True)
 def emulated() -> Iterator[None]:
     """Build the kernels for the emulator, and let pydml find them, in this file only."""
-    reason = _reasons.pop(BACKEND, None)
-    with emulation.kernels() as table:
+    with emulation.backend() as table:
         KERNELS.update(emulation.by_position(table))
         yield
-    if reason is not None:
-        _tables.pop(BACKEND, None)
-        _reasons[BACKEND] = reason
 
 
 @pytest.fixture
