@@ -538,7 +538,8 @@ def test_every_array_that_is_too_short_is_named(rectangular: bool, monkeypatch: 
     ops, pairs = Shortened(), (torch.arange(20), torch.arange(20).flip(0))
     run_engine = emulation.by_position({name: functools.partial(f, ops) for name, f in cuda.ENGINES.items()})
     fields = torch.rand(len(rows)), torch.rand(len(rows if cols is None else cols))
-    calls = (*matrix, *fields, "exponential", [-2.0, 0.1, 3.0, 0.2], "euclidean", True, 0.1, 1, 1.0)
+    selves = torch.arange(90) - 1 if rectangular else None
+    calls = (*matrix, *fields, "exponential", [-2.0, 0.1, 3.0, 0.2], "euclidean", True, 0.1, 1, 1.0, selves)
     run_engine["pair_backward"](torch.ones(90, 2), *run_engine["pair"](*calls), *calls, *sides)
     calls = (*matrix, 5, -1.0, 1.0, "dot", True)
     counts = run_engine["histogram"](*calls)
@@ -557,6 +558,15 @@ def test_every_array_that_is_too_short_is_named(rectangular: bool, monkeypatch: 
     run_engine["rank"](*matrix, True)
     assert {name for name, _ in ops.refused} == set(cuda.ENGINES) - {"dots_backward"} | {"prepare", "finish", "gather"}
     assert len(ops.refused) > 60
+
+
+@pytest.mark.parametrize("wrong", (-2, 140))
+def test_selves_lead_nowhere_beyond_the_columns(wrong: int) -> None:
+    m = cuda.matrix.Matrix(torch.ops.pydml_cuda_emulated, *MATRICES["rectangular"], "dot", False)
+    m.selves = torch.full((90,), wrong, dtype=torch.int32)
+    message = rf"^matrix\[8\]: got {wrong}, wanted entries in \[-1, 140\)"
+    with pytest.raises(RuntimeError, match=message):
+        m.ops.histogram(*m.arguments(1), 5, -1.0, 2.0, True, torch.zeros(1, 90, 5))
 
 
 def test_lists_of_mined_pairs_are_never_overrun() -> None:

@@ -76,6 +76,18 @@ def test_nothing_waits_for_the_device(engine: str, rectangular: bool, kernels: d
                 assert back[0].shape == given[0].shape
 
 
+def test_rows_among_the_columns_do_not_wait(kernels: dict[str, Any]) -> None:
+    for engine in ("pair", "histogram", "extremes", "topk", "triplet"):
+        for arguments in CALLS[engine]:
+            with FakeTensorMode():
+                given, rest = matrix(True), [*arguments, on_device(300, dtype=torch.int64)]
+                found = kernels[engine](*given, *rest)
+                assert_on_device(found)
+                if engine == "pair" and arguments[6] is not None:
+                    for side in ("both", "positives", "negatives"):
+                        assert_on_device(kernels[engine](*given, *rest, on_device(300, 2), side))
+
+
 @pytest.mark.parametrize("rectangular", (False, True), ids=("symmetric", "rectangular"))
 def test_listed_pairs_and_draws_do_not_wait_either(rectangular: bool, kernels: dict[str, Any]) -> None:
     with FakeTensorMode():
