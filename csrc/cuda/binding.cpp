@@ -71,8 +71,8 @@ struct Uses {
   int64_t least = 1;   // rows
 };
 
-// The matrix of a call: x, numbers [3, places], index of own and of other, range, trouble; shape as pydml/cuda/ packs
-// it.
+// The matrix of a call: x, numbers [3, places], index of own and of other, range, trouble, then the items of the other
+// side that those of own and of other themselves are (empty: not among them); shape as pydml/cuda/ packs it.
 class Call : public Arrays {
  public:
   Matrix m = {};
@@ -99,6 +99,8 @@ class Call : public Arrays {
       check_places<int>("matrix[6]", t_[6], 2 * int64_t(m.own.n), 0, int64_t(m.other.n) + 1);
     }
     m.trouble = in<int>("matrix[7]", t_[7], {1});
+    m.own.self = selves("matrix[8]", t_[8], m.own.n, m.other.n);
+    m.other.self = selves("matrix[9]", t_[9], m.other.n, m.own.n);
     m.slabs = int(t_[0].size(1) * int64_t(t_[0].element_size()) / kRowBytes);
     m.sharpness = float(sharpness);
   }
@@ -117,7 +119,7 @@ class Call : public Arrays {
 
  private:
   static const Tensor& of(const Tensors& t) {
-    if (t.size() != 8) refuse("matrix", t.size(), " tensors, wanted 8");
+    if (t.size() != 10) refuse("matrix", t.size(), " tensors, wanted 10");
     return t[0];
   }
 
@@ -127,7 +129,19 @@ class Call : public Arrays {
     check_rows(*this, name(0), t_[first], m.math, places, m.d);
     const float* const numbers = in<float>(name(1), t_[first + 1], {3, places});
     const int64_t* const index = in<int64_t>(name(2), t_[first + 2], {places});
-    return {t_[first].const_data_ptr(), numbers, numbers + places, numbers + 2 * places, index, int(n), int(pool)};
+    return {
+        t_[first].const_data_ptr(), numbers, numbers + places, numbers + 2 * places, index, nullptr, int(n), int(pool)};
+  }
+
+  const int* selves(const std::string& name, const Tensor& t, int64_t n, int64_t below) const {
+    check_dims(name, t, 1);
+    if (!t.size(0)) {
+      in<int>(name, t, {0});
+      return nullptr;
+    }
+    const int* const self = in<int>(name, t, {n});
+    check_places<int>(name, t, n, -1, below);
+    return self;
   }
 
   const Tensors& t_;
@@ -207,8 +221,8 @@ void finish(const Tensors& tensors, const Ints& shape, double sharpness, const T
 }
 
 void pair(const Tensors& tensors, const Ints& shape, double sharpness, int64_t policy, const Floats& parameters,
-          const OptionalTensor& row_field, const OptionalTensor& col_field, std::optional<double> epsilon,
-          const Tensor& thresholds, const Tensor& parts, const Tensor& stats) {
+          const OptionalTensor& row_field, const OptionalTensor& col_field, std::optional<double> epsilon, bool bounded,
+          int64_t visits, const Tensor& thresholds, const Tensor& parts, const Tensor& stats) {
   const Call call(tensors, shape, sharpness, {.pools = true});
   const int64_t n = call.n();
   check_number("shape[1]", call.m.own.pool, 1, 2);
@@ -218,6 +232,8 @@ void pair(const Tensors& tensors, const Ints& shape, double sharpness, int64_t p
   a.row_field = call.in<float>("row_field", row_field, {n});
   a.col_field = call.in<float>("col_field", col_field, {call.m.other.n});
   a.mines = epsilon.has_value(), a.epsilon = float(epsilon.value_or(0));
+  check_number("visits", visits, 0, 3);
+  a.bounded = bounded, a.visits = int(visits);
   a.thresholds = call.out<float>("thresholds", thresholds, {n, 2});
   a.parts = call.out<float>("parts", parts, {call.parts(), n, kKept});
   a.stats = call.out<float>("stats", stats, {n, sizes.slots});
@@ -238,7 +254,7 @@ PairSide side(const Call& call, const std::string& name, int64_t n, int64_t slot
 }
 
 void pair_backward(const Tensors& tensors, const Ints& shape, double sharpness, int64_t policy,
-                   const Floats& parameters, bool mines, const OptionalTensor& own_stats,
+                   const Floats& parameters, bool mines, int64_t visits, const OptionalTensor& own_stats,
                    const OptionalTensor& own_grad, const OptionalTensor& own_thresholds,
                    const OptionalTensor& own_row_field, const OptionalTensor& own_col_field,
                    const OptionalTensor& other_stats, const OptionalTensor& other_grad,
@@ -248,7 +264,9 @@ void pair_backward(const Tensors& tensors, const Ints& shape, double sharpness, 
   PairBackwardArguments a = {};
   const PolicySizes sizes = set_policy(a, policy, parameters);
   check_pools(call.m, sizes);
-  a.mines = mines, a.own_anchors = own_stats.has_value(), a.other_anchors = other_stats.has_value();
+  check_number("visits", visits, 0, 3);
+  a.mines = mines, a.visits = int(visits);
+  a.own_anchors = own_stats.has_value(), a.other_anchors = other_stats.has_value();
   a.own = side(call, "own", call.n(), sizes.slots, mines, own_stats, own_grad, own_thresholds, own_row_field,
                own_col_field);
   a.other = side(call, "other", call.m.other.n, sizes.slots, mines, other_stats, other_grad, other_thresholds,
@@ -485,9 +503,9 @@ void define(Library& m) {
   PYDML_DEFINE(finish, "Tensor(a!) parts, bool normalize, Tensor? centre, Tensor(b!) grad");
   PYDML_DEFINE(pair,
                "int policy, float[] parameters, Tensor? row_field, Tensor? col_field, float? epsilon, "
-               "Tensor(a!) thresholds, Tensor(b!) parts, Tensor(c!) stats");
+               "bool bounded, int visits, Tensor(a!) thresholds, Tensor(b!) parts, Tensor(c!) stats");
   PYDML_DEFINE(pair_backward,
-               "int policy, float[] parameters, bool mines, Tensor? own_stats, Tensor? own_grad, "
+               "int policy, float[] parameters, bool mines, int visits, Tensor? own_stats, Tensor? own_grad, "
                "Tensor? own_thresholds, Tensor? own_row_field, Tensor? own_col_field, Tensor? other_stats, "
                "Tensor? other_grad, Tensor? other_thresholds, Tensor? other_row_field, Tensor? other_col_field, "
                "Tensor(a!) parts");

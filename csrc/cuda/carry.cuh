@@ -149,7 +149,7 @@ struct WeightTile {
     for (int row = int(threadIdx.x) / kTile; row < kTile; row += kParts) {
       const int i = own_tile * kTile + row;
       const float v = u[row * kCarryPitch + col];
-      const bool inside = i < m.own.n && j < m.other.n && !(m.symmetric && i == j);
+      const bool inside = i < m.own.n && j < m.other.n && !is_self(m, i, j);
       put(row, col, v, inside ? f(i, j, same_class(m, i, j), v) : 0.f);
     }
   }
@@ -167,7 +167,7 @@ struct WeightTile {
       auto col = [&](int k) { return own_pools ? line : item * pool + k; };
       auto value = [&](int k) { return u[row(k) * kCarryPitch + col(k)]; };
       const Pooled all(value, pool, m.sharpness);
-      const float w = i < m.own.n && j < m.other.n ? f(i, j, same_class(m, i, j), all.mean) : 0.f;
+      const float w = i < m.own.n && j < m.other.n && !is_self(m, i, j) ? f(i, j, same_class(m, i, j), all.mean) : 0.f;
       for (int k = 0; k < pool; ++k) {
         const float v = value(k), p = Exp(m.sharpness * (v - all.top)) / all.sum;
         put(row(k), col(k), v, w * p * (1 + m.sharpness * (v - all.mean)));
@@ -183,7 +183,7 @@ __device__ __forceinline__ void wait_for_slab() {
 }
 
 // Engine::weigh(tile) turns every u of a tile into dL/du; idle() says that there is nothing to do, adds() that parts
-// hold what an earlier launch has found.
+// hold what an earlier launch has found, positives_only() that no other pair has a weight.
 template <class M, class Engine>
 __global__ void __launch_bounds__(kCarryThreads, 1) carry(const Matrix m, const Engine engine, float* parts) {
   if (engine.idle()) return;
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kCarryThreads, 1) carry(const Matrix m, const 
   const bool distance = is_distance(m);
   Gradient<M> gradient;
   float pull = 0;  // Σ of this row's far pairs: what multiplies x̂_i itself
-  const Walk walk = walk_of(m, false);
+  const Walk walk = walk_of(m, engine.positives_only());
   for (int t = walk.first; t < walk.last; ++t) {
     make_tile<M, kCarryPitch, kCarryThreads>(m, own_tile, t, arena, distance ? near : nullptr);
     auto fetch_slab = [&](int p) {

@@ -44,11 +44,11 @@ struct HistogramSweep {
 
   __device__ __forceinline__ void tile(const Matrix& m, State&, char* shared, int row, int i, const Line& line) const {
     unsigned* const counts = reinterpret_cast<unsigned*>(shared) + row * window();
-    const int same0 = m.range[2 * int64_t(i)], same1 = m.range[2 * int64_t(i) + 1];
+    const int same0 = m.range[2 * int64_t(i)], same1 = m.range[2 * int64_t(i) + 1], self = self_of(m, i);
     const int node0 = int(blockIdx.z) * kWindow;
     for (int item = line.first; item < line.last; ++item) {
       const int j = line.item0 + item;
-      if ((j >= same0 && j < same1) != positives_only || (m.symmetric && i == j)) continue;
+      if ((j >= same0 && j < same1) != positives_only || j == self) continue;
       float share;
       const int left = nodes.left(line.at(item), share) - node0;
       const unsigned right = unsigned(Fma(share, kOne, 0.5f));
@@ -78,6 +78,7 @@ struct HistogramWeights {
 
   static PYDML_HD bool idle() { return false; }
   static PYDML_HD bool adds() { return false; }
+  static PYDML_HD bool positives_only() { return false; }
   __device__ __forceinline__ void weigh(const WeightTile& tile) const {
     tile.each([&](int i, int j, bool same, float u) {
       float share, w = 0;

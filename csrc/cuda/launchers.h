@@ -37,14 +37,17 @@ struct FinishArguments {
 };
 int launch_finish(const Matrix& m, const FinishArguments& a, void* stream);
 
-// pair.cu
+// pair.cu. Which pairs to visit; statistics of the others are those of nothing.
+enum class Visits : int { both, positives, negatives };
+
 struct PairArguments {
   int policy;
   float parameters[5];
   const float *row_field, *col_field;  // [own.n], [other.n] or null
-  bool mines;
+  int visits;
+  bool mines, bounded;  // are pairs mined, and are their thresholds known?
   float epsilon;
-  float* thresholds;  // [own.n, 2], sorted
+  float* thresholds;  // [own.n, 2], sorted; -inf and +inf before, or those that are known
   float* parts;       // [splits·2, own.n, kKept]
   float* stats;       // [own.n, slots], in the order of z
 };
@@ -58,6 +61,7 @@ struct PairSide {
 struct PairBackwardArguments {
   int policy;
   float parameters[5];
+  int visits;
   bool own_anchors, other_anchors, mines;
   PairSide own, other;
   float* parts;  // [splits, places of own, d]

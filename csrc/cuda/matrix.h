@@ -22,6 +22,7 @@ struct Rows {
   const float* size;     // [places] ‖x̂‖²
   const float* norm;     // [places] ‖z‖
   const int64_t* index;  // [places] row of z, -1 for padding
+  const int* self;       // [n] the item of the other side that each of them itself is, -1: none; or null
   int n, pool;           // items; places of each
 };
 

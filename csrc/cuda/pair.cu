@@ -14,8 +14,11 @@ namespace {
 constexpr int kStep = 4;  // items whose terms a thread has in registers at a time
 static_assert(kKept == 2 * kMostSlots + 2, "top and sum of each slot, the lowest positive, the highest negative");
 
-// What a sweep is for.
-enum Stage : int { everything, lowest_positive, mined_negatives, mined_positives };
+// What a sweep is for: to find the lowest positive, or the statistics of some pairs.
+enum Stage : int { of_both, of_positives, of_negatives, lowest_positive };
+static_assert(int(Visits::both) == of_both && int(Visits::positives) == of_positives &&
+                  int(Visits::negatives) == of_negatives,
+              "a call that needs one sweep names it");
 
 // (top, sum) stand for e^top · sum.
 __device__ __forceinline__ void merge_exponentials(float& top, float& sum, float other_top, float other_sum) {
@@ -28,7 +31,7 @@ __device__ __forceinline__ void merge_exponentials(float& top, float& sum, float
 struct PairSweep {
   PolicyChoice policy;
   int stage;
-  bool positives_only;
+  bool positives_only, mines;
   const float *row_field, *col_field;  // [own.n], [other.n] or null
   const float* thresholds;             // [own.n, 2]: positives below the first, negatives above the second
   float* parts;                        // [parts, own.n, kKept]
@@ -58,9 +61,8 @@ struct PairSweep {
 
   template <class P>
   __device__ __forceinline__ void add(const P& p, const Matrix& m, State& s, int i, const Line& line) const {
-    const int same0 = m.range[2 * int64_t(i)], same1 = m.range[2 * int64_t(i) + 1];
+    const int same0 = m.range[2 * int64_t(i)], same1 = m.range[2 * int64_t(i) + 1], self = self_of(m, i);
     const float row = row_field ? row_field[i] : 0.f;
-    const bool mines = stage != everything;
     const float below = mines ? thresholds[2 * int64_t(i)] : INFINITY;
     const float above = mines ? thresholds[2 * int64_t(i) + 1] : -INFINITY;
     for (int first = line.first; first < line.last; first += kStep) {
@@ -73,9 +75,8 @@ struct PairSweep {
         u[e] = line.at(item);
         col[e] = col_field ? col_field[j] : 0.f;
         const bool same = j >= same0 && j < same1;
-        if (inside && same && !(m.symmetric && i == j) && stage != mined_negatives && (!mines || u[e] < below))
-          positives |= 1u << e;
-        if (inside && !same && stage != mined_positives) {
+        if (inside && same && j != self && stage != of_negatives && (!mines || u[e] < below)) positives |= 1u << e;
+        if (inside && !same && stage != of_positives) {
           s.high = max(s.high, u[e]);
           if (!mines || u[e] > above) negatives |= 1u << e;
         }
@@ -113,9 +114,9 @@ struct PairSweep {
   __device__ __forceinline__ void tile(const Matrix& m, State& s, char*, int, int i, const Line& line) const {
     if (stage == lowest_positive) {
       const int first = max(line.first, m.range[2 * int64_t(i)] - line.item0);
-      const int last = min(line.last, m.range[2 * int64_t(i) + 1] - line.item0);
+      const int last = min(line.last, m.range[2 * int64_t(i) + 1] - line.item0), self = self_of(m, i);
       for (int item = first; item < last; ++item)
-        if (!(m.symmetric && i == line.item0 + item)) s.low = min(s.low, line.at(item));
+        if (line.item0 + item != self) s.low = min(s.low, line.at(item));
       return;
     }
     with_policy(policy, [&](const auto& p) { add(p, m, s, i, line); });
@@ -128,20 +129,21 @@ struct PairSweep {
   }
 };
 
-// The parts of a row become its statistics, or its thresholds, or both.
-__global__ void __launch_bounds__(kThreads)
-    merge(const Matrix m, const PairSweep sweep, int parts, float epsilon, float* thresholds, float* stats) {
+// The parts of a row become its statistics, or its thresholds, or both; `alone`: also the statistics of pairs that were
+// not visited, which are those of nothing.
+__global__ void __launch_bounds__(kThreads) merge(const Matrix m, const PairSweep sweep, int parts, bool alone,
+                                                  float epsilon, float* thresholds, float* stats) {
   const int i = int(blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= m.own.n) return;
   const int64_t r = m.own.index[i];
   const bool whole = *m.trouble == 0;
   auto part = [&](int n) { return sweep.parts + (int64_t(n) * m.own.n + i) * kKept; };
-  if (sweep.stage == lowest_positive || sweep.stage == mined_negatives) {
+  if (sweep.stage == lowest_positive || (sweep.mines && sweep.stage == of_negatives)) {
     float low = INFINITY, high = -INFINITY;
     for (int n = 0; n < parts; ++n)
       low = min(low, part(n)[2 * kMostSlots]), high = max(high, part(n)[2 * kMostSlots + 1]);
     if (sweep.stage == lowest_positive) thresholds[2 * int64_t(i) + 1] = low - epsilon;
-    if (sweep.stage == mined_negatives) thresholds[2 * int64_t(i)] = high + epsilon;
+    if (sweep.stage == of_negatives) thresholds[2 * int64_t(i)] = high + epsilon;
   }
   if (sweep.stage == lowest_positive) return;
   with_policy(sweep.policy, [&](const auto& p) {
@@ -149,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
     for_slots<P>([&](auto k_) {
       constexpr int k = decltype(k_)::value;
       constexpr Slot slot = P::slots[k];
-      if (sweep.stage == (slot.side == Side::positives ? mined_negatives : mined_positives)) return;
+      if (!alone && sweep.stage == (slot.side == Side::positives ? of_negatives : of_positives)) return;
       constexpr bool exponential = slot.kind == Kind::log_sum_exp;
       float top = exponential ? -INFINITY : 0.f, sum = 0;
       for (int n = 0; n < parts; ++n) {
@@ -170,11 +172,13 @@ __global__ void __launch_bounds__(kThreads)
 // dL/du of a pair: what it does to the statistics of either of its rows that is an anchor.
 struct PairWeights {
   PolicyChoice policy;
+  int visits;
   bool own_anchors, other_anchors, mines;
   PairSide own, other;
 
   static PYDML_HD bool idle() { return false; }
   static PYDML_HD bool adds() { return false; }
+  PYDML_HD bool positives_only() const { return visits == of_positives; }
 
   template <class P>
   __device__ __forceinline__ float weight(const P& p, float u, const PairSide& anchor, int64_t a, float row, float col,
@@ -205,6 +209,7 @@ struct PairWeights {
       using P = std::decay_t<decltype(p)>;
       auto both = [&](int i, int j, bool same, float u) {
         float w = 0;
+        if (visits == (same ? of_negatives : of_positives)) return w;
         if (own_anchors)
           w += weight(p, u, own, i, own.row_field ? own.row_field[i] : 0.f, other.col_field ? other.col_field[j] : 0.f,
                       same);
@@ -228,24 +233,27 @@ int launch_pair(const Matrix& m, const PairArguments& a, void* stream) {
   sweep.policy.number = a.policy;
   for (int k = 0; k < kMostParameters; ++k) sweep.policy.parameters[k] = a.parameters[k];
   sweep.row_field = a.row_field, sweep.col_field = a.col_field;
-  sweep.thresholds = a.thresholds, sweep.parts = a.parts;
-  auto pass = [&](Stage stage, bool positives_only) {
-    sweep.stage = stage, sweep.positives_only = positives_only;
+  sweep.thresholds = a.thresholds, sweep.parts = a.parts, sweep.mines = a.mines;
+  const bool finds = a.mines && !a.bounded, both = a.visits == of_both;
+  auto pass = [&](int stage, bool alone) {
+    sweep.stage = stage, sweep.positives_only = stage == of_positives || stage == lowest_positive;
     if (const int error = launch_sweep(m, sweep, stream)) return error;
     return launch(&merge, dim3((m.own.n + kThreads - 1) / kThreads), dim3(kThreads), 0, stream, m, sweep,
-                  m.splits * kHalves, a.epsilon, a.thresholds, a.stats);
+                  m.splits * kHalves, alone, a.epsilon, a.thresholds, a.stats);
   };
-  if (!a.mines) return pass(everything, false);
-  if (const int error = pass(lowest_positive, true)) return error;
-  if (const int error = pass(mined_negatives, false)) return error;
-  return pass(mined_positives, true);
+  if (finds && a.visits != of_negatives)
+    if (const int error = pass(lowest_positive, false)) return error;
+  if (!finds || !both) return pass(a.visits, true);
+  if (const int error = pass(of_negatives, false)) return error;
+  return pass(of_positives, false);
 }
 
 int launch_pair_backward(const Matrix& m, const PairBackwardArguments& a, void* stream) {
   PairWeights weights = {};
   weights.policy.number = a.policy;
   for (int k = 0; k < kMostParameters; ++k) weights.policy.parameters[k] = a.parameters[k];
-  weights.own_anchors = a.own_anchors, weights.other_anchors = a.other_anchors, weights.mines = a.mines;
+  weights.visits = a.visits, weights.own_anchors = a.own_anchors, weights.other_anchors = a.other_anchors,
+  weights.mines = a.mines;
   weights.own = a.own, weights.other = a.other;
   return launch_carry(m, weights, a.parts, stream);
 }

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads, 2) rank(const Matrix m, const RankAr
   const int i = int(blockIdx.x) * kTile + row;
   const bool real = i < m.own.n;
   const int same0 = real ? m.range[2 * int64_t(i)] : 0, same1 = real ? m.range[2 * int64_t(i) + 1] : 0;
-  const int64_t number = same1 - same0 - (m.symmetric && real ? 1 : 0);
+  const int self = real ? self_of(m, i) : -1;
+  const int64_t number = same1 - same0 - (self >= 0 ? 1 : 0);
   int64_t above0 = 0, above1 = 0, hits0 = 0, hits1 = 0;
   double precision0 = 0, precision1 = 0;
   for (int chunk = 0; __syncthreads_or(same0 + chunk * kChunk < same1); ++chunk) {
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 2) rank(const Matrix m, const RankAr
       for (int col = half * (kTile / kHalves); real && col < (half + 1) * (kTile / kHalves); ++col) {
         const int j = t * kTile + col;
         const float u = line[col];
-        if (j >= m.other.n || (m.symmetric && i == j) || u < positives.value[at]) continue;
+        if (j >= m.other.n || j == self || u < positives.value[at]) continue;
         if (j < same0 || j >= same1) {
           atomicAdd(&over[at + positives.below(row, u)], 1);
           atomicAdd(&reach[at + positives.up_to(row, u)], 1);

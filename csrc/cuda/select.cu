@@ -35,12 +35,12 @@ struct ExtremesSweep {
     s.best[side] = value, s.column[side] = column;
   }
   __device__ __forceinline__ void tile(const Matrix& m, State& s, char*, int, int i, const Line& line) const {
+    const int self = self_of(m, i);
     for (int item = line.first; item < line.last; ++item) {
       const int j = line.item0 + item;
       const float u = line.at(item);
       if (same_class(m, i, j)) {
-        if (a.sign[0] && !(m.symmetric && i == j) && !(a.above && !(u > a.above[i])))
-          consider<0>(s, u, m.other.index[j]);
+        if (a.sign[0] && j != self && !(a.above && !(u > a.above[i]))) consider<0>(s, u, m.other.index[j]);
       } else if (a.sign[1] && !(a.below && !(u < a.below[i]))) {
         consider<1>(s, u, m.other.index[j]);
       }
@@ -103,11 +103,12 @@ struct MinedSweep {
     const float below = a.thresholds ? a.thresholds[2 * int64_t(i)] : INFINITY;
     const float above = a.thresholds ? a.thresholds[2 * int64_t(i) + 1] : -INFINITY;
     const bool all = !a.thresholds;
+    const int self = self_of(m, i);
     for (int item = line.first; item < line.last; ++item) {
       const int j = line.item0 + item;
       const float u = line.at(item);
       const bool same = same_class(m, i, j);
-      if (m.symmetric && i == j) continue;
+      if (j == self) continue;
       if (!all && !(same ? u < below : u > above)) continue;
       const int64_t pair = m.own.index[i] * m.other.n + m.other.index[j];
       if (same) {

@@ -38,6 +38,7 @@ struct Thresholds {
     const bool real = i < m.own.n;
     const int first = real ? m.range[2 * int64_t(i)] + chunk * kChunk : 0;
     const int last = real ? min(first + kChunk, m.range[2 * int64_t(i) + 1]) : 0;
+    const int self = real ? self_of(m, i) : -1;
     float* const line = value + row * kChunkPitch;
     for (int p = half; p < kChunk; p += kHalves) line[p] = INFINITY;
     // Rows are sorted, so the first of them has the first column of the chunk, and the last the last.
@@ -49,7 +50,7 @@ struct Thresholds {
       const float* const u = reinterpret_cast<const float*>(arena) + row * kSweepPitch;
       for (int col = half * (kTile / kHalves); col < (half + 1) * (kTile / kHalves); ++col) {
         const int j = t * kTile + col;
-        if (j >= first && j < last && !(m.symmetric && i == j)) line[j - first] = u[col];
+        if (j >= first && j < last && j != self) line[j - first] = u[col];
       }
       __syncthreads();
     }
@@ -65,8 +66,7 @@ struct Thresholds {
         line[at] = v;
       }
     __syncthreads();
-    const bool self = m.symmetric && i >= first && i < last;
-    return max(last - first, 0) - (self ? 1 : 0);
+    return max(last - first, 0) - (self >= first && self < last ? 1 : 0);
   }
 };
 

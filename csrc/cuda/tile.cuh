@@ -73,6 +73,16 @@ __device__ __forceinline__ bool same_class(const Matrix& m, int64_t i, int j) {
   return j >= m.range[2 * i] && j < m.range[2 * i + 1];
 }
 
+// The item of `other` that item i of `own` itself is, -1: none. It has the class of i, and they make no pair.
+__device__ __forceinline__ int self_of(const Matrix& m, int64_t i) {
+  return m.symmetric ? int(i) : m.own.self ? m.own.self[i] : -1;
+}
+
+// Are items i of `own` and j of `other` the same? Whichever of the two sides knows it.
+__device__ __forceinline__ bool is_self(const Matrix& m, int64_t i, int64_t j) {
+  return m.symmetric ? i == j : (m.own.self && m.own.self[i] == j) || (m.other.self && m.other.self[j] == i);
+}
+
 template <class F>
 int with_math(int math, const F& f) {
   switch (Math(math)) {
@@ -212,8 +222,10 @@ __device__ __forceinline__ void orient(const Matrix& m, int own_tile, int other_
     float& u = tile[row * pitch + col];
     const float size = m.own.size[i] + m.other.size[j];
     float d2 = Fma(-2.f, u, size);
-    const bool close = d2 < fmaxf(kNear, kNearStep * m.d) * size && !(m.symmetric && i == j) && m.own.index[i] >= 0 &&
-                       m.other.index[j] >= 0;
+    // Where items are pools, places are not items, and nobody is among them.
+    const bool items = m.own.pool * m.other.pool == 1 && i < m.own.n && j < m.other.n;
+    const bool close = d2 < fmaxf(kNear, kNearStep * m.d) * size && m.own.index[i] >= 0 && m.other.index[j] >= 0 &&
+                       !(items && is_self(m, i, j));
     if (close) d2 = exact_square<M>(m, i, j);
     if (View(m.view) == View::cosine) {
       if (close && are_unit(m, i, j)) u = Fma(-0.5f, d2, 1.f);

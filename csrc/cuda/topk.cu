@@ -64,11 +64,12 @@ struct TopkSweep {
   }
 
   __device__ __forceinline__ void tile(const Matrix& m, State& s, char* shared, int, int i, const Line& line) const {
+    const int self = self_of(m, i);
     with_policy(policy, [&](const auto& p) {
       for (int item = line.first; item < line.last; ++item) {
         const int j = line.item0 + item;
         if (m.upper && j <= i) continue;  // unordered pairs, and no self
-        const bool same = same_class(m, i, j), member = same ? a.positives : a.negatives;
+        const bool same = same_class(m, i, j), member = same ? a.positives && j != self : a.negatives;
         if (!member && a.stage != all_losses) continue;
         const float u = line.at(item);
         const float loss = same ? p.template term<0>(u, 0.f, 0.f) : p.template term<1>(u, 0.f, 0.f);

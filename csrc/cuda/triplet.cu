@@ -141,6 +141,7 @@ struct TripletWeights {
   // The first window writes, zeros too; others add, if any class reaches them.
   __device__ __forceinline__ bool idle() const { return a.window && *a.longest <= a.window; }
   __device__ __forceinline__ bool adds() const { return a.window > 0; }
+  static PYDML_HD bool positives_only() { return false; }
 
   // dL/du of the pair of anchor i and column j, which is `column` of z.
   __device__ __forceinline__ float weight(int64_t i, int j, int64_t column, bool same, float u) const {

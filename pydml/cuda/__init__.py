@@ -60,8 +60,6 @@ def yields(a: Any) -> str | None:
         return "the CUDA kernels have no anchor-swapped triplets"
     if a.op == "pair" and a.pool_size > 1 and (a.pool_size > TILE or a.policy != "exponential"):
         return f"the CUDA kernels pool up to {TILE} columns, for softmax losses"
-    if getattr(a, "selves", None) is not None or (a.op == "pair" and (a.bounds is not None or a.side != "both")):
-        return "the CUDA kernels know no rows among the columns, and no thresholds from elsewhere"
     return None
 
 

@@ -90,6 +90,7 @@ class Matrix:
         normalize: bool,
         pool: int = 1,
         sharpness: float = 1.0,
+        selves: Tensor | None = None,
     ) -> None:
         self.begin(ops, rows, cols, view, sharpness)
         if self.dtype == torch.float32:  # 16-bit rows are stored exactly as they are, and less a centre could not be
@@ -103,12 +104,14 @@ class Matrix:
             self.col = self.side(cols, order, normalize, pool)
         self.row_range = ranges_of(labels, other)
         self.col_range = self.row_range if cols is None else ranges_of(other, labels)
+        if selves is not None and self.col.n:
+            self.selves = self.places_of(selves)
 
     @classmethod
     def of(cls, ops: Any, a: Any) -> Self:
-        """The matrix of a call of an op; metrics have no view, and only ``pair`` pools."""
-        pooling = getattr(a, "pool_size", 1), getattr(a, "sharpness", 1.0)
-        return cls(ops, a.rows, a.cols, a.row_labels, a.col_labels, getattr(a, "view", "dot"), a.normalize, *pooling)
+        """The matrix of a call of an op; metrics have no view, only ``pair`` pools, and some know no selves."""
+        rest = getattr(a, "pool_size", 1), getattr(a, "sharpness", 1.0), getattr(a, "selves", None)
+        return cls(ops, a.rows, a.cols, a.row_labels, a.col_labels, getattr(a, "view", "dot"), a.normalize, *rest)
 
     def begin(self, ops: Any, rows: Tensor, cols: Tensor | None, view: str, sharpness: float) -> None:
         self.ops, self.symmetric, self.view, self.sharpness = ops, cols is None, VIEWS.index(view), sharpness
@@ -116,17 +119,28 @@ class Matrix:
         self.dtype = rows.dtype if cols is None else torch.promote_types(rows.dtype, cols.dtype)
         self.math = math_of(self.dtype)
         self.trouble = torch.zeros(1, dtype=torch.int32, device=rows.device)
+        #: Place of the column [R] that each sorted row itself is, -1: none; empty where the columns hold no rows.
+        self.selves = self.trouble.new_empty(0)
 
     def side(self, z: Tensor, order: Tensor, normalize: bool, pool: int = 1) -> Rows:
         return Rows(self.ops, z.detach().to(self.dtype), order, pool, normalize, self.math, self.centre, self.trouble)
 
+    def places_of(self, selves: Tensor) -> Tensor:
+        """``selves`` by places. A column of another class is a negative, whatever is said of it."""
+        place = torch.empty_like(self.col.order)
+        place[self.col.order] = torch.arange(self.col.n, device=place.device)
+        selves = selves[self.row.order]
+        found = torch.where(selves < 0, -1, place[selves.clamp_min(0)]).int()
+        first, last = self.row_range.unbind(1)
+        return torch.where((found >= first) & (found < last), found, -1)
+
     def arguments(self, splits: int, own_cols: bool = False) -> tuple[list[Tensor], list[int], float]:
         """What the C++ ops take for a matrix; with ``own_cols`` blocks own columns and walk over rows."""
-        own, other, ranges = self.row, self.col, self.row_range
+        own, other, ranges, selves = self.row, self.col, self.row_range, [self.selves, self.selves[:0]]
         if own_cols:
-            own, other, ranges = self.col, self.row, self.col_range
+            own, other, ranges, selves = self.col, self.row, self.col_range, selves[::-1]
         shape = [own.n, own.pool, other.n, other.pool, own.given.shape[1], self.math, self.view, int(self.symmetric)]
-        return [*own.tensors(), *other.tensors(), ranges, self.trouble], [*shape, splits], self.sharpness
+        return [*own.tensors(), *other.tensors(), ranges, self.trouble, *selves], [*shape, splits], self.sharpness
 
     def splits(self, own_cols: bool = False, depth: int = 1) -> int:
         """Blocks that share the walk of one tile of rows; sizes alone decide, so that bits do not hang on the GPU."""

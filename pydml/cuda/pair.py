@@ -11,12 +11,19 @@ from pydml.cuda.matrix import HALVES, KEPT, Matrix, policy_number, sorted_field
 from pydml.declared import Backward, Pair
 from pydml.policy import POLICIES
 
+#: Which pairs to visit, in the order of csrc/cuda/launchers.h.
+VISITS = ("both", "positives", "negatives")
+
 
 def pair(ops: Any, a: Pair) -> tuple[Tensor, Tensor, Tensor]:
     m = Matrix.of(ops, a)
     n = len(a.rows)
     stats = a.rows.new_empty(n, len(POLICIES[a.policy].slots), dtype=torch.float32)
     thresholds = stats.new_zeros(n, 2)
+    if a.bounds is not None:
+        thresholds = a.bounds[m.row.order]
+    elif a.mines:  # what is not found keeps no pair
+        thresholds[:, 0], thresholds[:, 1] = -torch.inf, torch.inf
     if n:
         splits = m.splits()
         ops.pair(
@@ -26,6 +33,8 @@ def pair(ops: Any, a: Pair) -> tuple[Tensor, Tensor, Tensor]:
             sorted_field(a.row_field, m.row),
             sorted_field(a.col_field, m.col),
             a.epsilon,
+            a.bounds is not None,
+            VISITS.index(a.side),
             thresholds,
             stats.new_empty(splits * HALVES, n, KEPT),
             stats,
@@ -47,6 +56,8 @@ def pair_backward(ops: Any, b: Backward[Pair]) -> tuple[Tensor, Tensor]:
 
     def weigh(arguments: Any, own_cols: bool, parts: Tensor) -> None:
         sides = [*other, *own] if own_cols else [*own, *other]
-        ops.pair_backward(*arguments, policy_number(a.policy), list(a.params), a.mines, *sides, parts)
+        ops.pair_backward(
+            *arguments, policy_number(a.policy), list(a.params), a.mines, VISITS.index(a.side), *sides, parts
+        )
 
     return m.gradients(b.want_rows, b.want_cols, weigh)

@@ -25,6 +25,8 @@ def extreme(
     splits = m.splits()
     chosen = m.row.order.new_full((2, m.row.n), -1)
     u = torch.empty(chosen.shape, dtype=torch.float32, device=chosen.device)
+    for side, value in zip(u, missing, strict=True):  # a side that is left out has none
+        side.fill_(value)
     if m.row.n:
         values = u.new_empty(splits * HALVES, m.row.n, 2)
         columns = chosen.new_empty(splits * HALVES, m.row.n, 2)

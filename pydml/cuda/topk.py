@@ -60,10 +60,12 @@ class Search:
 
     def number(self) -> Tensor:
         """Pairs of the side [1]."""
-        same = (self.m.row_range[:, 1] - self.m.row_range[:, 0]).sum(0, keepdim=True, dtype=torch.int64)
-        if self.m.symmetric:
-            same = (same - self.m.row.n) // 2
-        return {"positives": same, "negatives": self.total - same}.get(self.side, self.full(self.total))
+        m = self.m
+        same = (m.row_range[:, 1] - m.row_range[:, 0]).sum(0, keepdim=True, dtype=torch.int64)
+        if m.symmetric:
+            same = (same - m.row.n) // 2
+        selves = (m.selves >= 0).sum(0, keepdim=True)  # of which no pair is made
+        return {"positives": same - selves, "negatives": self.total - same}.get(self.side, self.total - selves)
 
     def guess(self, rank: int, size: int) -> Tensor:
         """Key [1] of the rank-th largest loss of ``size`` rows, self pairs included: they are the most alike."""
@@ -71,7 +73,7 @@ class Search:
         rows = torch.arange(size, device=m.trouble.device) * m.row.n // size
         sample = copy.copy(m)
         sample.row, sample.row_range = m.side(m.given[0], m.row.order[rows], m.row.normalize), m.row_range[rows]
-        sample.symmetric = False
+        sample.symmetric, sample.selves = False, m.selves[rows] if len(m.selves) else m.selves
         losses = torch.empty(size, m.col.n, dtype=torch.float32, device=rows.device)
         self.stage("all_losses", self.always, self.full(0), lists=[losses], matrix=sample)
         return key_of(losses.flatten().topk(min(rank, losses.numel())).values[-1:])

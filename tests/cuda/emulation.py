@@ -132,7 +132,7 @@ def emulated(sanitize: str = "") -> Path:
 
 @contextlib.contextmanager
 def kernels() -> Iterator[dict[str, Any]]:
-    """The engines of ``cuda-emulated`` by op."""
+    """The engines of ``cuda-emulated`` by op; each takes what pydml/declared.py declares."""
     from pydml import cuda
 
     before = os.environ.get("PYDML_CUDA_EMULATED")
@@ -146,6 +146,30 @@ def kernels() -> Iterator[dict[str, Any]]:
             del os.environ["PYDML_CUDA_EMULATED"]
         else:
             os.environ["PYDML_CUDA_EMULATED"] = before
+
+
+@contextlib.contextmanager
+def backend() -> Iterator[dict[str, Any]]:
+    """The same, and ``cuda-emulated`` as a backend of pydml, for as long as this lasts."""
+    from pydml.backends import _reasons, _tables
+
+    reason = _reasons.pop("cuda-emulated", None)
+    with kernels() as table:
+        yield table
+    if reason is not None:
+        _tables.pop("cuda-emulated", None)
+        _reasons["cuda-emulated"] = reason
+
+
+def by_position(table: dict[str, Any]) -> dict[str, Any]:
+    """The kernels of a backend by op, each of which takes the op's arguments in their order."""
+    from pydml.declared import CALLS, op
+
+    def call(name: str) -> Any:
+        return lambda *values: table[name](op(name).read(values))
+
+    names = [*CALLS, *(f"{name}_backward" for name in CALLS)]
+    return {name: call(name) for name in names if name in table}
 
 
 if __name__ == "__main__":

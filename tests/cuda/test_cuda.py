@@ -31,8 +31,9 @@ from torch import Tensor
 
 import pydml
 from pydml import cuda, tiled
-from pydml.backends import _reasons, _tables, resolve
+from pydml.backends import resolve
 from pydml.cuda.matrix import VIEWS
+from pydml.declared import Dots
 from pydml.policy import POLICIES
 
 pytestmark = pytest.mark.skipif(
@@ -47,19 +48,17 @@ FORMATS = {
     "bf16": (torch.bfloat16, 6e-3),
     "fp16": (torch.float16, 1.5e-3),
 }
+#: The emulated kernels and the tiled ones, by op; each takes the arguments in their order.
 KERNELS: dict[str, Any] = {}
+TILED = emulation.by_position(tiled.KERNELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def emulated() -> Iterator[None]:
     """Build the kernels for the emulator, and let pydml find them, in this file only."""
-    reason = _reasons.pop(BACKEND, None)
-    with emulation.kernels() as table:
-        KERNELS.update(table)
+    with emulation.backend() as table:
+        KERNELS.update(emulation.by_position(table))
         yield
-    if reason is not None:
-        _tables.pop(BACKEND, None)
-        _reasons[BACKEND] = reason
 
 
 @pytest.fixture
@@ -257,21 +256,21 @@ def assert_equal(got: Any, want: Any) -> None:
 )
 def test_extremes_break_ties_as_tiled_does(matrix: str, positive: str, negative: str) -> None:
     arguments = (*MATRICES[matrix], positive, negative, "dot", False)
-    assert_equal(KERNELS["extremes"](*arguments), tiled.KERNELS["extremes"](*arguments))
+    assert_equal(KERNELS["extremes"](*arguments), TILED["extremes"](*arguments))
 
 
 @pytest.mark.parametrize("matrix", MATRICES)
 @pytest.mark.parametrize("epsilon", (None, 0.5, -2.0))
 def test_mined_pairs_come_in_the_order_of_tiled(matrix: str, epsilon: float | None) -> None:
     arguments = (*MATRICES[matrix], epsilon, "dot", False)
-    assert_equal(KERNELS["mined"](*arguments), tiled.KERNELS["mined"](*arguments))
+    assert_equal(KERNELS["mined"](*arguments), TILED["mined"](*arguments))
 
 
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_ranks_count_ties_as_tiled_does(matrix: str) -> None:
     """One class of 70 also takes several chunks of positives."""
     *counts, precision = KERNELS["rank"](*MATRICES[matrix], False)
-    *wanted, share = tiled.KERNELS["rank"](*MATRICES[matrix], False)
+    *wanted, share = TILED["rank"](*MATRICES[matrix], False)
     assert_equal(counts, wanted)
     assert_close(precision, share, 1e-12)
 
@@ -279,7 +278,7 @@ def test_ranks_count_ties_as_tiled_does(matrix: str) -> None:
 def test_ranks_of_large_classes_count_positives_of_all_chunks() -> None:
     z, labels = coarse(150, 5), torch.arange(150) % 2
     *counts, precision = KERNELS["rank"](z, None, labels, None, False)
-    *wanted, share = tiled.KERNELS["rank"](z, None, labels, None, False)
+    *wanted, share = TILED["rank"](z, None, labels, None, False)
     assert_equal(counts, wanted)
     assert_close(precision, share, 1e-12)
 
@@ -292,7 +291,7 @@ def test_draws_are_those_of_tiled(matrix: str) -> None:
     anchors = torch.arange(len(labels)).repeat(3)[:200]
     arguments = (rows, cols, labels, col_labels, anchors, torch.tensor(7), 0.5, 1.4)
     got = KERNELS["sample"](*arguments)
-    assert torch.equal(got, tiled.KERNELS["sample"](*arguments))
+    assert torch.equal(got, TILED["sample"](*arguments))
     assert len(got.unique()) > 20
 
 
@@ -303,12 +302,12 @@ def test_histograms_are_those_of_tiled(matrix: str, nodes: int) -> None:
     rows, cols, *labels = MATRICES[matrix]
     rows, cols = (None if t is None else t + torch.randn(t.shape, generator=generator(3)) for t in (rows, cols))
     arguments = (rows, cols, *labels, nodes, -1.0, 1.0, "dot", True)
-    got, want = KERNELS["histogram"](*arguments), tiled.KERNELS["histogram"](*arguments)
+    got, want = KERNELS["histogram"](*arguments), TILED["histogram"](*arguments)
     for a, b in zip(got[:2], want[:2], strict=True):
         assert_close(a, b, 3e-7 * nodes + 1e-6)  # a share is the error of u in units of a bin
     grads = [torch.randn(len(got[0]), nodes, generator=generator(nodes)) for _ in range(2)]
     wanted = (True, matrix == "rectangular")
-    back = [k["histogram_backward"](*grads, *got, *arguments, *wanted) for k in (KERNELS, tiled.KERNELS)]
+    back = [k["histogram_backward"](*grads, *got, *arguments, *wanted) for k in (KERNELS, TILED)]
     for a, b in zip(*back, strict=True):
         assert_close(a, b, 2e-5)
 
@@ -320,9 +319,9 @@ def test_listed_pairs_are_those_of_tiled(matrix: str, view: str) -> None:
     i = torch.randint(len(rows), (500,), generator=generator(1))
     j = torch.randint(len(rows if cols is None else cols), (500,), generator=generator(2))
     arguments = (rows, cols, i, j, view, True)
-    assert_close(KERNELS["dots"](*arguments), tiled.KERNELS["dots"](*arguments), 1e-6)
+    assert_close(KERNELS["dots"](*arguments), TILED["dots"](*arguments), 1e-6)
     grad, wanted = torch.randn(500, generator=generator(3)), (True, cols is not None)
-    back = [k["dots_backward"](grad, *arguments, *wanted) for k in (KERNELS, tiled.KERNELS)]
+    back = [k["dots_backward"](grad, *arguments, *wanted) for k in (KERNELS, TILED)]
     for a, b in zip(*back, strict=True):
         assert_close(a, b, 1e-5)
 
@@ -360,11 +359,11 @@ def test_listed_short_rows_have_the_cosine_of_what_they_are_clamped_to() -> None
 def test_triplets_are_those_of_tiled(matrix: str, mode: str, smooth: bool) -> None:
     """One class takes several chunks of positives; ties go to the smallest column."""
     arguments = (*MATRICES[matrix], mode, 0.25, False, smooth, "dot", False)
-    got, want = KERNELS["triplet"](*arguments), tiled.KERNELS["triplet"](*arguments)
+    got, want = KERNELS["triplet"](*arguments), TILED["triplet"](*arguments)
     assert_close(got[0], want[0], 1e-5)
     assert torch.equal(got[1], want[1])
     grad, wanted = torch.randn(len(got[0]), generator=generator(3)), (True, matrix == "rectangular")
-    back = [k["triplet_backward"](grad, *arguments, *wanted) for k in (KERNELS, tiled.KERNELS)]
+    back = [k["triplet_backward"](grad, *arguments, *wanted) for k in (KERNELS, TILED)]
     for a, b in zip(*back, strict=True):
         assert_close(a, b, 1e-5)
 
@@ -380,11 +379,11 @@ def test_triplets_of_classes_beyond_a_window(
     labels = (torch.arange(150) % 5 // 3) * 9 - 4
     cols = (coarse(110, 6, 1), labels[:110]) if rectangular else (None, None)
     arguments = (coarse(150, 6), cols[0], labels, cols[1], mode, 0.25, False, smooth, "dot", False)
-    got, want = KERNELS["triplet"](*arguments), tiled.KERNELS["triplet"](*arguments)
+    got, want = KERNELS["triplet"](*arguments), TILED["triplet"](*arguments)
     assert_close(got[0], want[0], 1e-5)
     assert torch.equal(got[1], want[1])
     grad = torch.randn(150, generator=generator(3))
-    back = [k["triplet_backward"](grad, *arguments, True, rectangular) for k in (KERNELS, tiled.KERNELS)]
+    back = [k["triplet_backward"](grad, *arguments, True, rectangular) for k in (KERNELS, TILED)]
     for a, b in zip(*back, strict=True):
         assert_close(a, b, 1e-5)
 
@@ -398,10 +397,10 @@ def test_pools_of_any_size_that_a_tile_holds(pool: int, view: str) -> None:
         rows, cols, labels, torch.arange(5), None, None, "exponential", [-2.0, 0.1, 3.0, 0.2],
         view, True, None, pool, 4.0,
     )  # fmt: skip
-    got, want = KERNELS["pair"](*arguments), tiled.KERNELS["pair"](*arguments)
+    got, want = KERNELS["pair"](*arguments), TILED["pair"](*arguments)
     assert_close(got[0], want[0], 1e-5)
     grad = torch.randn(got[0].shape, generator=generator(3))
-    back = [k["pair_backward"](grad, *want, *arguments, True, True) for k in (KERNELS, tiled.KERNELS)]
+    back = [k["pair_backward"](grad, *want, *arguments, True, True) for k in (KERNELS, TILED)]
     for a, b in zip(*back, strict=True):
         assert_close(a, b, 2e-5)
 
@@ -415,7 +414,7 @@ def everything(z: Tensor, labels: Tensor) -> list[Tensor]:
     matrix = (z, None, labels, None)
     found: list[Any] = [
         *KERNELS["extremes"](*matrix, "hard", "semihard", "dot", True),
-        *KERNELS["topk"](*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 50, "both", "dot", True),
+        *KERNELS["topk"](*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 50, "all", "dot", True),
         *KERNELS["mined"](*matrix, 0.1, "dot", True),
         *KERNELS["rank"](*matrix, True),
         KERNELS["sample"](*matrix, torch.arange(len(z)), torch.tensor(1), 0.5, 1.4),
@@ -424,7 +423,7 @@ def everything(z: Tensor, labels: Tensor) -> list[Tensor]:
         result = run(next(c for c in CASES if c.id == loss).build(9, z.shape[1], z.dtype), z, labels, backend=BACKEND)
         found += [result.loss, *result.grads.values()]
     leaf = z.clone().requires_grad_()
-    pydml.ops.dots(leaf, None, *pairs, "euclidean", True, BACKEND).sum().backward()
+    pydml.ops.call(Dots(leaf, None, *pairs, "euclidean", True), BACKEND).sum().backward()
     return [*found, leaf.grad]
 
 
@@ -471,13 +470,13 @@ def test_sides_without_rows(rows: int, cols: int | None) -> None:
         "pair": (*matrix, None, None, "mean", [], "dot", True, 0.1, 1, 1.0),
         "histogram": (*matrix, 5, -1.0, 1.0, "dot", True),
         "extremes": (*matrix, "hard", "semihard", "dot", True),
-        "topk": (*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 4, "both", "dot", True),
+        "topk": (*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 4, "all", "dot", True),
         "mined": (*matrix, 0.1, "dot", True),
         "rank": (*matrix, True),
         "triplet": (*matrix, "all", 0.1, False, False, "dot", True),
     }
     for name, arguments in calls.items():
-        for got, want in zip(KERNELS[name](*arguments), tiled.KERNELS[name](*arguments), strict=True):
+        for got, want in zip(KERNELS[name](*arguments), TILED[name](*arguments), strict=True):
             if name != "pair" or got.shape[-1:] != (2,):  # thresholds of rows without columns are nobody's
                 assert torch.equal(got, want), name
     grads = torch.ones(rows, 4)
@@ -489,10 +488,10 @@ def test_rows_and_columns_of_two_dtypes_meet_in_the_wider() -> None:
     z, labels = make_batch("random", 30, 12, 5, dtype=torch.bfloat16)
     proxies = make_batch("random", 5, 12, 5, seed=1)[0].float()
     rest = (labels, torch.arange(5), None, None, "exponential", [-2.0, 0.1, 3.0, 0.2], "dot", True, None, 1, 1.0)
-    got, want = KERNELS["pair"](z, proxies, *rest), tiled.KERNELS["pair"](z, proxies, *rest)
+    got, want = KERNELS["pair"](z, proxies, *rest), TILED["pair"](z, proxies, *rest)
     assert_close(got[0], want[0], 1e-5)
     grad = torch.randn(got[0].shape, generator=generator(3))
-    back = [k["pair_backward"](grad, *want, z, proxies, *rest, True, True) for k in (KERNELS, tiled.KERNELS)]
+    back = [k["pair_backward"](grad, *want, z, proxies, *rest, True, True) for k in (KERNELS, TILED)]
     for a, b, dtype, tolerance in zip(*back, (torch.bfloat16, torch.float32), (8e-3, 1e-5), strict=True):
         assert a.dtype == dtype
         assert_close(a, b, tolerance)
@@ -537,9 +536,10 @@ def test_every_array_that_is_too_short_is_named(rectangular: bool, monkeypatch: 
     rows, cols, labels, col_labels = MATRICES["rectangular" if rectangular else "symmetric"]
     matrix, sides = (rows, cols, labels, col_labels), (True, rectangular)
     ops, pairs = Shortened(), (torch.arange(20), torch.arange(20).flip(0))
-    run_engine = {name: functools.partial(engine, ops) for name, engine in cuda.ENGINES.items()}
+    run_engine = emulation.by_position({name: functools.partial(f, ops) for name, f in cuda.ENGINES.items()})
     fields = torch.rand(len(rows)), torch.rand(len(rows if cols is None else cols))
-    calls = (*matrix, *fields, "exponential", [-2.0, 0.1, 3.0, 0.2], "euclidean", True, 0.1, 1, 1.0)
+    selves = torch.arange(90) - 1 if rectangular else None
+    calls = (*matrix, *fields, "exponential", [-2.0, 0.1, 3.0, 0.2], "euclidean", True, 0.1, 1, 1.0, selves)
     run_engine["pair_backward"](torch.ones(90, 2), *run_engine["pair"](*calls), *calls, *sides)
     calls = (*matrix, 5, -1.0, 1.0, "dot", True)
     counts = run_engine["histogram"](*calls)
@@ -552,12 +552,21 @@ def test_every_array_that_is_too_short_is_named(rectangular: bool, monkeypatch: 
         run_engine["triplet_backward"](run_engine["triplet"](*calls)[0], *calls, *sides)
     for positive, negative in (("semihard", "hard"), ("easy", "semihard")):
         run_engine["extremes"](*matrix, positive, negative, "dot", True)
-    run_engine["topk"](*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 4, "both", "dot", True)
+    run_engine["topk"](*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 4, "all", "dot", True)
     run_engine["mined"](*matrix, 0.1, "dot", True)
     run_engine["sample"](*matrix, torch.arange(90), torch.tensor([7]), 0.5, 1.4)
     run_engine["rank"](*matrix, True)
     assert {name for name, _ in ops.refused} == set(cuda.ENGINES) - {"dots_backward"} | {"prepare", "finish", "gather"}
     assert len(ops.refused) > 60
+
+
+@pytest.mark.parametrize("wrong", (-2, 140))
+def test_selves_lead_nowhere_beyond_the_columns(wrong: int) -> None:
+    m = cuda.matrix.Matrix(torch.ops.pydml_cuda_emulated, *MATRICES["rectangular"], "dot", False)
+    m.selves = torch.full((90,), wrong, dtype=torch.int32)
+    message = rf"^matrix\[8\]: got {wrong}, wanted entries in \[-1, 140\)"
+    with pytest.raises(RuntimeError, match=message):
+        m.ops.histogram(*m.arguments(1), 5, -1.0, 2.0, True, torch.zeros(1, 90, 5))
 
 
 def test_lists_of_mined_pairs_are_never_overrun() -> None:

@@ -29,7 +29,7 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "pair": [(None, None, "mean", [], "dot", True, epsilon, 1, 1.0) for epsilon in (None, 0.1)],
     "histogram": [(5, -1.0, 1.0, "dot", True)],
     "extremes": [("hard", "semihard", "dot", True), ("semihard", "hard", "dot", True)],
-    "topk": [(*MARGIN, k, side, "dot", True) for k in (4, 30000) for side in ("both", "positives")],
+    "topk": [(*MARGIN, k, side, "dot", True) for k in (4, 30000) for side in ("all", "positives")],
     "rank": [(True,)],
     "triplet": [(mode, 0.1, False, smooth, "dot", True) for mode in ("all", "semihard") for smooth in (False, True)],
 }
@@ -41,7 +41,7 @@ def kernels() -> Iterator[dict[str, Any]]:
     with emulation.kernels() as table, torch.library._scoped_library("pydml_cuda_emulated", "FRAGMENT") as library:
         for name in cuda.ENGINES.keys() - {"dots_backward"} | {"prepare", "finish", "gather"}:
             torch.library.register_fake(f"pydml_cuda_emulated::{name}", lambda *_: None, lib=library)
-        yield table
+        yield emulation.by_position(table)
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -74,6 +74,18 @@ def test_nothing_waits_for_the_device(engine: str, rectangular: bool, kernels: d
                 back = kernels[f"{engine}_backward"](*grads, *kept, *given, *arguments, True, rectangular)
                 assert_on_device(back)
                 assert back[0].shape == given[0].shape
+
+
+def test_rows_among_the_columns_do_not_wait(kernels: dict[str, Any]) -> None:
+    for engine in ("pair", "histogram", "extremes", "topk", "triplet"):
+        for arguments in CALLS[engine]:
+            with FakeTensorMode():
+                given, rest = matrix(True), [*arguments, on_device(300, dtype=torch.int64)]
+                found = kernels[engine](*given, *rest)
+                assert_on_device(found)
+                if engine == "pair" and arguments[6] is not None:
+                    for side in ("both", "positives", "negatives"):
+                        assert_on_device(kernels[engine](*given, *rest, on_device(300, 2), side))
 
 
 @pytest.mark.parametrize("rectangular", (False, True), ids=("symmetric", "rectangular"))

@@ -137,14 +137,13 @@ def test_kernels_do_not_race(case: str) -> None:
 #: What the self-test does with so many draws, or so small a batch, that ThreadSanitizer could not follow.
 DIRECTLY = {
     "draws": """
-found = [kernels["sample"](z, None, labels, None, torch.arange(72), torch.tensor(1), 0.5, 1.4)]
+found = [kernels["sample"](Sample(z, None, labels, None, torch.arange(72), torch.tensor(1), 0.5, 1.4))]
 wanted = [labels[found[0]] != labels]
 """,
     "guessed top-K": """
 engine = importlib.import_module("pydml.cuda.topk")
 engine.ROOM, engine.SAMPLE, engine.LEAST = 32, 16, 4
-arguments = z, None, labels, None, "dro_margin", [0.2, 0.5, 1.0, 1.0], 9, "both", "dot", True
-found = kernels["topk"](*arguments)
+found = kernels["topk"](TopK(z, None, labels, None, "dro_margin", [0.2, 0.5, 1.0, 1.0], 9, "all", "dot", True))
 wanted = [found[0] < found[1]]
 """,
 }
@@ -156,6 +155,7 @@ def test_engines_do_not_race(what: str) -> None:
     code = f"""
 import importlib, torch
 from pydml import cuda, selftest
+from pydml.declared import Sample, TopK
 kernels = cuda.kernels(emulated=True)
 batch, labels = selftest.batch(72, 24, torch.device("cpu"))
 for dtype, precision in (("float32", "highest"), ("float32", "high"), ("bfloat16", "high"), ("float16", "high")):

@@ -19,14 +19,15 @@ pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the emulator switches its fibers by hand, on x86-64 only"
 )
 engine: Any = importlib.import_module("pydml.cuda.topk")
-SIDES = ("positives", "negatives", "both")
+SIDES = ("positives", "negatives", "all")
+TILED = emulation.by_position(tiled.KERNELS)["topk"]
 MARGIN = ("dro_margin", [0.2, 0.5, 1.0, 1.0])
 
 
 @pytest.fixture(scope="module")
 def topk() -> Iterator[Any]:
     with emulation.kernels() as table:
-        yield table["topk"]
+        yield emulation.by_position(table)["topk"]
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ MATRICES = {
 
 def check(topk: Any, matrix: Any, k: int, side: str, view: str = "dot") -> None:
     arguments = (*matrix, *MARGIN, k, side, view, False)
-    for got, want in zip(topk(*arguments), tiled.KERNELS["topk"](*arguments), strict=True):
+    for got, want in zip(topk(*arguments), TILED(*arguments), strict=True):
         assert torch.equal(got, want)
 
 
@@ -91,14 +92,14 @@ def test_a_good_guess_takes_one_sweep(
 ) -> None:
     monkeypatch.setattr(engine, "SAMPLE", 64)
     z, labels = make_batch("random", 150, 16, 9, dtype=torch.float32)
-    check(topk, (z, None, labels, None), 40, "both", "euclidean")
+    check(topk, (z, None, labels, None), 40, "all", "euclidean")
     assert went(steps) == ["all_losses", "list_above"]
 
 
 def test_equals_of_the_guess_are_taken_in_order(topk: Any, steps: list[tuple[str, bool]]) -> None:
     """20 pairs have a loss of 1, all others of 0: the guess is 0, and 10 of the 30 pairs equal it."""
     matrix = (torch.eye(40), None, torch.arange(40) // 2, None)
-    i, j = topk(*matrix, "dro_margin", [0.0, 1.0, 1.0, 1.0], 30, "both", "dot", False)
+    i, j = topk(*matrix, "dro_margin", [0.0, 1.0, 1.0, 1.0], 30, "all", "dot", False)
     assert i[20:].tolist() == [0] * 10
     assert j[20:].tolist() == list(range(2, 12))
     assert went(steps) == ["all_losses", "list_above", "list_equal"]
