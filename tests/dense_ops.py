@@ -46,11 +46,11 @@ def largest(u: Tensor, member: Tensor) -> Tensor:
 
 def lse(term: Tensor, member: Tensor) -> Tensor:
     """log Σ e^{term} of each row's members; -inf, and no gradient, where there is none."""
+    if not term.shape[1]:
+        return term.new_full((len(term),), -torch.inf)
     some = member.any(1)
     found = term.masked_fill(~(member | ~some[:, None]), -torch.inf)
-    return (
-        torch.where(some, found.logsumexp(1), -torch.inf) if term.shape[1] else term.new_full((len(term),), -torch.inf)
-    )
+    return torch.where(some, found.logsumexp(1), -torch.inf)
 
 
 def pair(a: Pair) -> tuple[Tensor, Tensor]:

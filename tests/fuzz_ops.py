@@ -77,15 +77,8 @@ class Caller:
         if op == "histogram":
             return [*matrix, pick((2, 5, 100)), -1.0, 1.0, *how, selves]
         if op == "triplet":
-            return [
-                *matrix,
-                pick(("all", "semihard")),
-                0.2,
-                matrix[1] is None and pick((True, False)),
-                True,
-                *how,
-                selves,
-            ]
+            swap = matrix[1] is None and pick((True, False))
+            return [*matrix, pick(("all", "semihard")), 0.2, swap, True, *how, selves]
         if op == "against":
             return [*matrix, known, 0.2, pick((True, False)), *how]
         if op == "below":
@@ -140,7 +133,7 @@ class Caller:
             lambda: t.long(),
             lambda: t.to(torch.complex64),
             lambda: t.to("meta"),
-            lambda: torch.full_like(t, 2**30) if not t.is_floating_point() else t * float("inf"),
+            lambda: t * float("inf") if t.is_floating_point() else torch.full_like(t, torch.iinfo(t.dtype).max),
             lambda: torch.full_like(t, pick((-1, -9))) if t.dtype != torch.uint8 else torch.full_like(t, 255),
             lambda: torch.full_like(t, float("nan")) if t.is_floating_point() else t * 0 + 3,
             lambda: torch.randint(0, 256, t.shape, dtype=torch.uint8) if t.dtype == torch.uint8 else t + 3,

@@ -54,9 +54,7 @@ def piece(a: Pair, at: slice, **other: Any) -> Pair:
     assert a.cols is not None and a.col_labels is not None and a.selves is not None
     here = (a.selves >= at.start) & (a.selves < at.stop)
     selves = torch.where(here, a.selves - at.start, -1)
-    return replace(
-        a, cols=a.cols[at], col_labels=a.col_labels[at], selves=selves if at.stop > at.start else None, **other
-    )
+    return replace(a, cols=a.cols[at], col_labels=a.col_labels[at], selves=selves, **other)
 
 
 def merged(policy: str, parts: Sequence[Tensor]) -> Tensor:
