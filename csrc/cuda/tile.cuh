@@ -118,8 +118,7 @@ __device__ __forceinline__ void fetch(const Matrix& m, const Rows& rows, int til
 template <class M>
 __device__ __forceinline__ float entry(const Matrix& m, const Rows& rows, int64_t place, int column) {
   const auto* x = static_cast<const typename M::Element*>(rows.x);
-  const float stored = M::to_float(x[place * m.slabs * M::columns + column]);
-  return sizeof(typename M::Element) == sizeof(float) ? stored : stored * rows.scale[place];  // fp32 is stored as x̂
+  return M::to_float(x[place * m.slabs * M::columns + column]) * rows.scale[place];
 }
 
 // Are both rows of length 1, neither 0 nor too short to be normalised?
