@@ -11,7 +11,7 @@ STYLED := $(CPP) $(wildcard tests/cuda/*.h tests/cuda/*.cpp tests/cuda/*.cu)
 # What the sanitizer's own library is called: it must be loaded before Python.
 SANITIZER := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so)
 
-.PHONY: help build test bench demo lint format clean sanitize
+.PHONY: help build test check bench demo lint format clean sanitize
 
 help:  ## list the verbs
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -20,6 +20,12 @@ build: build/extension.stamp  ## make .venv, install pydml into it and compile t
 
 test: build .venv/cuda.stamp  ## run the whole test suite, slow tests included
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile
+
+# What a change most often breaks, without compilers, ranks, trainings and sweeps over every regime.
+check: build  ## run the fast part of the tests
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" tests/engines/test_declared.py \
+		tests/engines/test_policies.py tests/losses/test_golden.py tests/losses/test_degenerate.py tests/cpu \
+		tests/memory tests/metrics tests/mining/test_miners.py tests/package
 
 bench: build  ## run the benchmarks
 	@$(PY) -m bench

@@ -256,7 +256,8 @@ def compile_variant(v: Variant) -> Outcome:
             file.flush()
             usage = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], capture_output=True,
                                    text=True, check=True).stdout  # fmt: skip
-        registers, spilled = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index] else:
+        registers, spilled = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))  # type: ignore[index]
+    else:
         registers = int(re.search(r"\.vgpr_count:\s*(\d+)", assembly)[1])  # type: ignore[index]
         spilled = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", assembly)[1])  # type: ignore[index]
     return Outcome(**base, registers=registers, spilled=spilled, shared=binary.metadata.shared,

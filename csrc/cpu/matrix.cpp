@@ -400,7 +400,8 @@ static int64_t check_columns(const at::Tensor& rows, const std::optional<at::Ten
                              const std::optional<at::Tensor>& labels, View view, int64_t pooled) {
   TORCH_CHECK(rows.dim() == 2, "rows: got shape ", rows.sizes(), ", wanted [n, d]");
   TORCH_CHECK(pooled >= 1 && pooled <= kMostPooled, "pool_size: got ", pooled, ", wanted 1 to ", kMostPooled);
-  TORCH_CHECK(pooled == 1 || (cols && view == View::dot), "pool_size: got ", pooled, ", wanted 1 but for dots with columns");
+  TORCH_CHECK(pooled == 1 || (cols && view == View::dot), "pool_size: got ", pooled,
+              ", wanted 1 but for dots with columns");
   if (!cols) return pooled;
   TORCH_CHECK(cols->dim() == 2 && cols->size(1) == rows.size(1), "cols: got shape ", cols->sizes(), ", wanted [n, ",
               rows.size(1), "]");

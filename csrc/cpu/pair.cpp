@@ -302,7 +302,8 @@ std::tuple<Tensor, Tensor> backward(PairEngine<R>& e, const Tensor& grad, const 
   const Tensor &rows, const OptionalTensor &cols, const Tensor &row_labels, const OptionalTensor &col_labels,          \
       const OptionalTensor &row_field, const OptionalTensor &col_field, c10::string_view policy,                       \
       at::ArrayRef<double> params, c10::string_view view, bool normalize, std::optional<double> epsilon, int64_t pool, \
-      double sharpness, const OptionalTensor &selves, [[maybe_unused]] const OptionalTensor &bounds, c10::string_view side
+      double sharpness, const OptionalTensor &selves, [[maybe_unused]] const OptionalTensor &bounds,                   \
+      c10::string_view side
 #define PYDML_ENGINE(R)                                                                                           \
   PairEngine<R> engine(rows, cols, row_labels, col_labels, row_field, col_field, policy, params, view, normalize, \
                        epsilon.has_value(), pool, sharpness, selves, side)

@@ -28,7 +28,7 @@ triton.JITFunction.run = lambda self, *_, **__: launches.append(self.fn.__name__
 def step(z, y):
     params = [-2.0, 0.5, 50.0, 0.5]
     matrix = (z, None, y, None, None, None, "exponential", params, "dot", True, 0.1, 1, 1.0)
-    return ops.call(declared.op("pair").read(matrix), "triton")[0].sum()
+    return ops.call(declared.Pair(*matrix), "triton")[0].sum()
 
 z, y = torch.randn(40, 16, requires_grad=True), torch.arange(40) // 4
 """
