@@ -315,11 +315,11 @@ class PositivesOut(NamedTuple):
 
 @dataclass(slots=True)
 class Positives(Matrix):
-    """Similarities of each row's positives among these columns, in any order; +inf behind them."""
+    """Similarities of each row's positives among these columns, rising; +inf behind them."""
 
     op, Out = "positives", PositivesOut
 
-    #: No row has more of them here; more are left out.
+    #: Room for so many; of more, some are left out.
     most: Annotated[int, Count(0, MOST_ROWS)]
     normalize: Bool
     selves: SelfColumns = None

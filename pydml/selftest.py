@@ -24,7 +24,7 @@ import pydml
 from pydml import ops, roofline
 from pydml.backends import fp32_products, resolve
 from pydml.cuda.matrix import DEPTH
-from pydml.declared import Above, Against, Below
+from pydml.declared import Above, Against, Below, Positives
 from pydml.losses import LOSSES, MetricLoss, ProxyLoss
 
 Results = dict[str, Tensor]
@@ -166,16 +166,18 @@ def _against(z: Tensor, labels: Tensor, backend: str) -> Results:
 
 
 def _bounded(z: Tensor, labels: Tensor, backend: str) -> Results:
-    """The most similar negative below each bound, and how many are above it."""
+    """The most similar negative below each bound, how many are above it, and the similarities of positives."""
     matrix, bounds = _piece(z, labels)
     if backend == "dense":
         u, diff = (t[:, None] for t in _whole(**matrix))
         best = u.masked_fill(~diff | (u >= bounds[..., None]), -torch.inf).amax(2)
         number = (diff & (u > bounds[..., None])).sum(2)
+        listed = u[:, 0].masked_fill(diff[:, 0], torch.inf).sort(1).values
     else:
         _, best = ops.call(Below(**matrix, bounds=bounds, view="dot", normalize=True), backend)
         number = ops.call(Above(**matrix, bounds=bounds, normalize=True), backend)[0]
-    return {"below": best.clamp_min(-1), "above": number.double()}
+        listed = ops.call(Positives(**matrix, most=len(z), normalize=True), backend)
+    return {"below": best.clamp_min(-1), "above": number.double(), "positives": listed.clamp_max(2)}
 
 
 #: Arguments that losses need beside their defaults.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydml.declared import Above, Against, Below, Extremes, Histogram, Pair, TopK, Triplet
+from pydml.declared import Above, Against, Below, Extremes, Histogram, Pair, Positives, TopK, Triplet
 from pydml.policy import POLICIES, LogSumExp
 
 
@@ -117,6 +117,12 @@ def below(a: Below) -> tuple[Tensor, Tensor]:
     return n, best
 
 
+def positives(a: Positives) -> Tensor:
+    u, (same, _) = similarities(a), sides(a)
+    found = u.masked_fill(~same, torch.inf).sort(1).values[:, : a.most]
+    return torch.nn.functional.pad(found, (0, a.most - found.shape[1]), value=torch.inf)
+
+
 def above(a: Above) -> Tensor:
     u, (_, diff) = similarities(a), sides(a)
     counts = [(diff[:, None] & over(u[:, None], a.bounds[:, :, None])).sum(2) for over in (torch.gt, torch.ge)]
@@ -162,5 +168,5 @@ def topk(a: TopK) -> tuple[Tensor, Tensor]:
 
 
 DENSE: dict[str, Callable[[Any], Any]] = {
-    f.__name__: f for f in (pair, histogram, triplet, against, below, above, extremes, topk)
+    f.__name__: f for f in (pair, histogram, triplet, against, below, positives, above, extremes, topk)
 }

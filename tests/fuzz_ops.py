@@ -85,6 +85,8 @@ class Caller:
             return [*matrix, known, *how]
         if op == "above":
             return [*matrix, known, how[1]]
+        if op == "positives":
+            return [*matrix, pick((0, 1, 40)), how[1], selves]
         if op == "extremes":
             return [*matrix, *(pick(("easy", "hard", "semihard", "none")) for _ in "pn"), *how, selves]
         if op == "topk":

@@ -84,6 +84,10 @@ Tensor positives(const Tensor& rows, const OptionalTensor& cols, const Tensor& r
     m.for_positives(work, [&](int64_t i, int64_t, R value) {
       if (used[i] < most) out[m.row.place(i) * most + used[i]++] = value;
     });
+    for (int64_t i = 0; i < m.n_rows; ++i) {
+      R* const row = out + m.row.place(i) * most;
+      std::sort(row, row + used[i]);
+    }
     return u;
   });
 }

@@ -125,6 +125,7 @@ def selecting_samples() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         bounds = torch.rand(len(matrix[0]), 3, generator=generator(8)) - 0.5
         yield "below", shape, (*matrix, bounds, "cosine", True)
         yield "above", shape, (*matrix, bounds, True)
+        yield "positives", shape, (*matrix, 4, True)
         yield "topk", shape, (*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 6, "all", "dot", True)
         yield "topk", f"{shape}_side", (*matrix, "dro_margin", [0.2, 0.5, 1.0, 1.0], 50, "positives", "dot", True)
         yield "mined", shape, (*matrix, 0.1, "dot", True)

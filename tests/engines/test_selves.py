@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from dense_ops import DENSE
-from helpers import FUSED
+from helpers import FUSED, assert_close
 from torch import Tensor
 
 import pydml
 from pydml import ops
-from pydml.declared import CALLS, op
+from pydml.declared import CALLS, Positives, op
 
 pytestmark = pytest.mark.sanitize
 
@@ -40,7 +41,23 @@ SELECTING: dict[str, tuple[str, list[Any]]] = {
 
 def test_every_op_with_selves_is_here() -> None:
     taking = {name for name in CALLS if "selves" in op(name).names}
-    assert taking == {name for name, _ in (*ENGINES.values(), *SELECTING.values())}
+    assert taking == {name for name, _ in (*ENGINES.values(), *SELECTING.values())} | {"positives"}
+
+
+@pytest.mark.parametrize("most", [0, 3, 200])
+@pytest.mark.parametrize("cols", [37, 140])
+@pytest.mark.parametrize("backend", FUSED)
+def test_similarities_of_positives_are_listed_without_a_rows_own(backend: str, cols: int, most: int) -> None:
+    rows, col, row_labels, col_labels, selves = sides(cols)
+    made = Positives(rows, col, row_labels, col_labels, most=200, normalize=True, selves=selves)
+    got = ops.call(made, backend)
+    finite = got < torch.inf
+    want = DENSE["positives"](made)
+    assert torch.equal(finite, want < torch.inf)
+    assert_close(got[finite], want[finite], 1e-12)
+    fewer = ops.call(replace(made, most=most), backend)
+    assert fewer.shape == (len(rows), most)
+    assert torch.equal((fewer < torch.inf).sum(1), finite.sum(1).clamp_max(most))
 
 
 def sides(cols: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
