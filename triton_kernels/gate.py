@@ -138,9 +138,9 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
     for number, (policy, params, view, epsilon) in enumerate(pair_losses if all_policies else pair_losses[:2]):
         kinds: list[tuple[Any, ...]] = [(None, None)]  # columns, and options
         kinds += [(cols, None)] if epsilon else []
-        # rows among the columns, products and distances; the sides of blocks of columns
-        kinds += [(cols, selves)] if number < 2 else []
-        kinds += [(cols, selves, None, side) for side in ("positives", "negatives")] if number == 0 else []
+        # rows among the columns, products and distances; the sides of blocks of columns: in one format, as the policies
+        kinds += [(cols, selves)] if all_policies and number < 2 else []
+        kinds += [(cols, selves, None, side) for side in ("positives", "negatives") if all_policies and number == 0]
         for other, *options in kinds:
             of_cols = None if other is None else labels
             rest = (other, labels, of_cols, field, field, policy, params, view, True, epsilon, 1, 0.0, *options)
@@ -158,7 +158,8 @@ def calls(z: Tensor, labels: Tensor, cols: Tensor, all_policies: bool) -> Iterat
     stats = torch.zeros(n, 2)
     yield "pair_backward", (stats, stats, stats, torch.empty(0, dtype=torch.uint8), z, *pooled, True, True)
     matrix_of, part_of = (z, None, labels, None), (z, cols, labels, labels)
-    for matrix, own in ((matrix_of, ()), (part_of, (selves,))):  # symmetric, and rows among the columns
+    alone, among = [(matrix_of, ())], [(part_of, (selves,))]
+    for matrix, own in [*alone, *among] if all_policies else alone:  # symmetric, and rows among the columns
         wants = True, matrix is part_of
         for view in ("dot", "squared"):
             nodes = (11, -1.0, 1.0, view, True)
