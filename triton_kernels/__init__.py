@@ -14,6 +14,7 @@ from pydml import tiled
 from pydml.backends import Kernel
 from pydml.policy import gpu_lacks
 from pydml.tiled.listed import triplets_by
+from pydml.triton_kernels import table
 from pydml.triton_kernels.dots import dots, dots_backward
 from pydml.triton_kernels.histogram import histogram, histogram_backward, histogram_saved
 from pydml.triton_kernels.pair import pair, pair_backward, pair_saved
@@ -35,6 +36,8 @@ def yields(a: Any) -> str | None:
         return "there is no Triton kernel for it yet"
     if a.op == "triplet" and a.swap:
         return "the Triton kernels have no anchor-swapped triplets"
+    if a.op == "triplet" and a.smooth and a.selves is not None and table.architecture(first.device).name == "sm_100":
+        return "Triton's compiler fails on smooth triplets of rows among the columns for sm_100"
     if a.op == "histogram" and a.view == "euclidean":
         return "the Triton kernels count cosines and squared distances, not distances"
     if hasattr(a, "row_labels") and not (first.shape[0] and (a.cols is None or a.cols.shape[0])):

