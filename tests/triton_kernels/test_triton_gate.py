@@ -142,7 +142,7 @@ def test_fitting_takes_the_cheapest_entry_without_faults() -> None:
         "    is_forward = v.name == 'pair_forward_kernel' and not dict(v.constants)['EXACT']\n"
         "    bad = is_forward and (v.warps == 4 or dict(v.constants)['BN'] == 64)\n"
         "    what = str(dict(v.constants).get('EXACT'))\n"
-        "    return fit.Outcome(v.arch, v.math, v.width, v.name, what, 99, 8 * bad, 0, True, True)\n"
+        "    return fit.Outcome(v.arch, v.math, v.width, v.name, what, 99, 80 * bad, 0, True, True)\n"
         "fit.compile_variant = compile_variant\n"
         "table.exceptions().clear()\n"
         "print(fit.fit('sm_90', 'bf16', 64))\n"
